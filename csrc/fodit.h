@@ -1,0 +1,68 @@
+// The C interface of fodit's kernel library: plain C types, no torch, no libcuda and no NCCL at link time.
+//
+// One operation:  D = act(A @ W.T + bias), driven by a tile program. The program says in which order
+// output tiles are computed, where each is stored, and which counter rises when its stores are visible.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FODIT_ABI 1
+#define FODIT_MAX_WEIGHTS 4
+
+enum FoditDtype { FODIT_BF16 = 0, FODIT_FP16 = 1 };
+enum FoditAct { FODIT_ACT_NONE = 0, FODIT_ACT_GELU_TANH = 1 };
+enum FoditFamily { FODIT_AMPERE = 0, FODIT_HOPPER = 1 };
+
+// One output tile, 48 bytes, laid out as twelve int32. Tiles run in the order of the table.
+// D[m0 : m0 + rows, n0 : n0 + cols] (columns counted inside weight `weight`) is stored row by row at
+// out + offset, consecutive rows `ld` elements apart. Afterwards counters[slab] rises by one (slab < 0: none).
+typedef struct {
+  int32_t m0, n0;      // first row of A, first row of W[weight]
+  int32_t rows, cols;  // at most the kernel's tile shape; less at the edges of a slab or of the matrix
+  int32_t weight, slab;
+  int32_t ld, unused;
+  int64_t offset;      // elements
+  int64_t unused2;
+} FoditTile;
+
+typedef struct {
+  int32_t abi;              // FODIT_ABI
+  int32_t dtype, act;
+  int32_t kernel;           // index into fodit_kernels()
+  int32_t m, k, lda;        // A is [m, k], row-major, lda elements between rows
+  int32_t weights;          // W[i] is [n[i], k], row-major, ldw[i] elements between rows
+  int32_t n[FODIT_MAX_WEIGHTS];
+  int32_t ldw[FODIT_MAX_WEIGHTS];
+  int32_t tiles;
+  int32_t sms;              // thread blocks resident at most this many SMs; 0: every SM of the stream's context
+  const void* a;
+  const void* w[FODIT_MAX_WEIGHTS];
+  const void* bias[FODIT_MAX_WEIGHTS];  // [n[i]] or null
+  void* out;
+  const FoditTile* program;  // device memory
+  int32_t* counters;         // device memory, or null
+  // One int32 in device memory, zero before and zero again after the launch; launches that may run at the same
+  // time need one each. Tiles then go to whichever thread block is free, in the order of the program. Null: they
+  // are dealt out in turn, which is as fast where every block gets its SM at once. The Hopper family reads it.
+  int32_t* ticket;
+} FoditGemm;
+
+typedef struct {
+  int32_t family, tile_m, tile_n, tile_k, stages, threads, min_arch, max_arch;
+  char name[48];
+} FoditKernel;
+
+// Every function returns 0, or a nonzero code after which fodit_last_error() says what failed and with what.
+int fodit_abi(void);
+const char* fodit_last_error(void);                     // of the calling thread
+const char* fodit_build_info(void);                     // architectures, nvcc version, CUTLASS version
+int fodit_kernels(FoditKernel* out, int32_t capacity);  // returns how many kernels the library has
+int fodit_gemm(const FoditGemm* args, void* stream);
+int fodit_wait(void* stream, const int32_t* counter, int32_t target);  // stream waits until *counter >= target
+
+#ifdef __cplusplus
+}
+#endif

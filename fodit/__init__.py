@@ -1,0 +1,22 @@
+"""Video generation with diffusers' CogVideoX and Wan on several GPUs, communication hidden behind computation."""
+
+from typing import TYPE_CHECKING, Any
+
+from fodit.parallel import ParallelConfig
+from fodit.report import Report
+from fodit.video import save_video
+
+if TYPE_CHECKING:
+    from fodit.pipelines import FoCogVideoXPipeline, FoWanPipeline
+
+__version__ = "0.1.0"
+__all__ = ["FoCogVideoXPipeline", "FoWanPipeline", "ParallelConfig", "Report", "save_video"]
+
+
+def __getattr__(name: str) -> Any:
+    """Pipelines import diffusers, so they are imported when they are first used."""
+    if name in ("FoCogVideoXPipeline", "FoWanPipeline"):
+        from fodit import pipelines
+
+        return getattr(pipelines, name)
+    raise AttributeError(f"module 'fodit' has no attribute {name!r}")

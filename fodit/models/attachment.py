@@ -1,0 +1,157 @@
+"""attach() and detach(): an unmodified diffusers transformer on several ranks, and back."""
+
+from collections.abc import Callable
+from typing import Any
+
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import nn
+
+from fodit.models import cogvideox, wan
+from fodit.models.family import ModelFamily
+from fodit.models.guidance import SplitBatch, SplitPasses
+from fodit.models.sequence import ShardedSequence
+from fodit.models.ulysses import is_plain_linear
+from fodit.parallel import ProcessGroups
+
+HOOK = "fodit"  # prefix of the hooks' names in diffusers' registry
+FAMILIES = {family.transformer: family for family in (cogvideox.FAMILY, wan.FAMILY)}
+
+
+class Guard(ModelHook):
+    """On the transformer: refuse what would silently be ignored or give ranks different control flow."""
+
+    def __init__(self, attachment: "Attachment") -> None:
+        super().__init__()
+        self._attachment = attachment
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+        for attention in self._attachment.attentions:
+            if attention.processor is not self._attachment.processor:
+                raise RuntimeError(
+                    f"an attention processor was replaced by {type(attention.processor).__name__} after attach(); "
+                    "call detach() first (fuse_qkv_projections() and set_attn_processor() replace processors)"
+                )
+        if getattr(module, "is_cache_enabled", False) and self._attachment.groups.size > 1:
+            raise RuntimeError(
+                "a step cache is enabled on the transformer: on several ranks each would decide for itself what to "
+                "skip; call transformer.disable_cache()"
+            )
+        return args, kwargs
+
+
+class Attachment:
+    """A transformer that runs on the ranks of `groups`. Made by `attach()`.
+
+    Attributes:
+        notes: what does not run overlapped, and why. Read it after a call.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        groups: ProcessGroups,
+        guided: Callable[[], bool] | None = None,
+        head_groups: int | None = None,
+    ) -> None:
+        self.family = family_of(type(transformer))
+        self.transformer, self.groups = transformer, groups
+        self.attentions: list[Any] = self.family.self_attentions(transformer)
+        self._before = [attention.processor for attention in self.attentions]
+        config: Any = transformer.config
+        self.sequence = ShardedSequence(
+            groups.ulysses, config.num_attention_heads, config.attention_head_dim, head_groups
+        )
+        self.processor = self.family.processor(self.sequence)
+        self.processor._attention_backend = getattr(self._before[0], "_attention_backend", None)
+        self._passes: SplitBatch | SplitPasses | None = None
+
+        hooks = self.family.sequence_hooks(transformer, self.sequence)
+        if groups.cfg.size > 1:
+            self._passes = self._split_guidance(guided)
+            hooks.append((transformer, self._passes))
+        hooks.append((transformer, Guard(self)))
+        self._hooks = [(module, f"{HOOK}.{type(hook).__name__}") for module, hook in hooks]
+        for attention in self.attentions:
+            attention.set_processor(self.processor)
+        for (module, hook), (_, name) in zip(hooks, self._hooks, strict=True):
+            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
+
+    def _split_guidance(self, guided: Callable[[], bool] | None) -> SplitBatch | SplitPasses:
+        if self.family.passes_in_one_call:
+            return SplitBatch(self.groups.cfg)
+        if guided is None:
+            raise ValueError(
+                "cfg=2 with Wan needs guided=, a function that says whether a step makes both passes; for example "
+                "attach(pipe.transformer, groups, guided=lambda: pipe.do_classifier_free_guidance)"
+            )
+        return SplitPasses(self.groups.cfg, guided)
+
+    def reset(self) -> None:
+        """Start afresh after a call that was broken off."""
+        if isinstance(self._passes, SplitPasses):
+            self._passes.reset()
+        if self._passes is not None:
+            self._passes.idle = 0
+
+    @property
+    def notes(self) -> list[str]:
+        found = []
+        if self._passes is not None and self._passes.idle:
+            found.append(
+                f"cfg=2, but guidance made one pass in {self._passes.idle} calls: both halves of the ranks computed "
+                "the same; use cfg=1"
+            )
+        modules = [(f"to_{name}", getattr(a, f"to_{name}")) for a in self.attentions for name in "qkv"]
+        other = sorted({f"{n} is a {type(m).__name__}" for n, m in modules if not is_plain_linear(m)})
+        if other:
+            found.append(f"projection not overlapped with its exchange: {', '.join(other)}")
+        return found
+
+    def detach(self) -> None:
+        """Give the transformer back as it was: its own processors, none of the hooks. A second call does nothing."""
+        for attention, processor in zip(self.attentions, self._before, strict=True):
+            if attention.processor is self.processor:
+                attention.set_processor(processor)
+        for module, name in self._hooks:
+            HookRegistry.check_if_exists_or_initialize(module).remove_hook(name, recurse=False)
+        self._hooks = []
+
+
+def attach(
+    transformer: nn.Module,
+    groups: ProcessGroups,
+    *,
+    guided: Callable[[], bool] | None = None,
+    head_groups: int | None = None,
+) -> Attachment:
+    """Let a diffusers CogVideoX or Wan transformer run on several ranks. Every rank calls it as before.
+
+    All ranks pass the same inputs and get the whole output, equal to one process's. Nothing of diffusers is copied
+    or patched: the self-attentions get a processor of fodit's, and diffusers' own hooks shard the sequence at the
+    first block and gather it after the last projection.
+
+    Args:
+        transformer: CogVideoXTransformer3DModel or WanTransformer3DModel, weights on the rank's device.
+        groups: process groups with their degrees.
+        guided: for Wan with cfg=2, whether the step that is running makes both passes of guidance.
+        head_groups: parts in which attention heads are exchanged; None chooses.
+
+    Returns:
+        The attachment; its `detach()` undoes everything.
+
+    Raises:
+        TypeError: a transformer of another class.
+        ValueError: the transformer is attached already, or degrees and heads do not fit.
+    """
+    registry = getattr(transformer, "_diffusers_hook", None)
+    if registry is not None and any(name.startswith(HOOK) for name in registry.hooks):
+        raise ValueError("this transformer is attached already: call detach() on its attachment first")
+    return Attachment(transformer, groups, guided, head_groups)
+
+
+def family_of(kind: type) -> ModelFamily:
+    """What fodit knows of a transformer class. Raises TypeError for one that it cannot run."""
+    if kind not in FAMILIES:
+        known = ", ".join(one.__name__ for one in FAMILIES)
+        raise TypeError(f"fodit cannot run a {kind.__name__}; supported are {known}")
+    return FAMILIES[kind]

@@ -1,0 +1,86 @@
+"""The part of a token sequence that a rank holds, and the hooks that shard a transformer at its borders."""
+
+import inspect
+from typing import Any
+
+import torch
+from diffusers.hooks import ModelHook
+
+from fodit.ops import Communicator
+from fodit.plan import UlyssesLayout, split_ranges
+
+DEFAULT_HEAD_GROUPS = 4
+
+
+class ShardedSequence:
+    """One transformer's sequence, split over the Ulysses ranks in contiguous, nearly even parts.
+
+    The joint sequence is text first (where the model joins text and video), then video.
+
+    Args:
+        comm: communicator of the Ulysses group.
+        heads, head_dim: of the model's self-attention.
+        head_groups: parts in which heads are exchanged; None takes up to four, or one without overlap.
+    """
+
+    def __init__(self, comm: Communicator, heads: int, head_dim: int, head_groups: int | None = None) -> None:
+        most = heads // comm.size
+        if head_groups is None:
+            head_groups = min(DEFAULT_HEAD_GROUPS, most) if comm.overlap and comm.size > 1 else 1
+        elif not 1 <= head_groups <= most:
+            raise ValueError(f"{heads} heads on {comm.size} ranks allow head_groups 1 to {most}, got {head_groups}")
+        self.comm, self.heads, self.head_dim, self.head_groups = comm, heads, head_dim, head_groups
+        self.text = self.tokens = 0  # of the forward that is running
+
+    def begin(self, tokens: int, text: int = 0) -> None:
+        """A forward over `tokens` tokens starts, the first `text` of which are text."""
+        if tokens < self.comm.size:
+            raise ValueError(f"{tokens} tokens cannot be split over ulysses={self.comm.size} ranks")
+        self.tokens, self.text = tokens, text
+
+    def shard_text(self, text: torch.Tensor) -> torch.Tensor:
+        """[B, text, C] → this rank's part, possibly empty."""
+        start, stop = split_ranges(self.tokens, self.comm.size)[self.comm.rank]
+        return text[:, start : min(stop, self.text)] if start < self.text else text[:, :0]
+
+    def shard_video(self, video: torch.Tensor) -> torch.Tensor:
+        """[B, video, C] → this rank's part, possibly empty."""
+        start, stop = split_ranges(self.tokens, self.comm.size)[self.comm.rank]
+        return video[:, max(start - self.text, 0) : max(stop - self.text, 0)]
+
+    def gather_video(self, part: torch.Tensor) -> torch.Tensor:
+        """[B, this rank's video, C] → [B, video, C] on all ranks."""
+        sizes = tuple(
+            max(stop - self.text, 0) - max(start - self.text, 0)
+            for start, stop in split_ranges(self.tokens, self.comm.size)
+        )
+        return self.comm.gather_rows(part.transpose(0, 1), sizes).wait().transpose(0, 1)
+
+    def layout(self, batch: int) -> UlyssesLayout:
+        """Of the self-attention in the running forward."""
+        return UlyssesLayout(
+            self.comm.rank, self.comm.size, self.tokens, batch, self.heads, self.head_dim, self.head_groups
+        )
+
+
+class GatherVideo(ModelHook):
+    """On the last projection, the smallest tensor after the blocks: every rank gets the output of all tokens."""
+
+    def __init__(self, sequence: ShardedSequence) -> None:
+        super().__init__()
+        self._sequence = sequence
+
+    def post_forward(self, module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
+        return self._sequence.gather_video(output)
+
+
+def named_arguments(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `module.forward`, each by its name."""
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    return {name: value for name, value in bound.arguments.items() if value is not module}
+
+
+def refuse_training(hidden_states: torch.Tensor) -> None:
+    """Collectives here have no backward pass; without this check gradients would be silently wrong."""
+    if torch.is_grad_enabled() and hidden_states.requires_grad:
+        raise RuntimeError("a transformer attached to several ranks only runs inference: call it under torch.no_grad()")

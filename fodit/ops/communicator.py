@@ -1,0 +1,155 @@
+"""Collectives of one group on a stream of their own, so that the compute stream goes on meanwhile."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fodit.timeline import COMMUNICATION, EXPOSED, Timeline
+
+
+class Ready(Protocol):
+    """A condition that a stream can wait for without a host thread and without an SM."""
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Let `stream` do nothing further before the condition is met."""
+
+
+class StreamReached:
+    """The current stream has finished all that was enqueued on it when this was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+
+class Pending:
+    """A collective that was started. It keeps the tensors alive that the collective reads and writes."""
+
+    def __init__(self, finish: Callable[[], None] | None, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._finish = finish
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Let the current stream (on a CPU: the caller) wait for the collective. A second call does nothing."""
+        if self._finish is not None:
+            self._finish()
+        self._finish, self._tensors = None, ()
+
+
+class Communicator:
+    """Starts collectives of one process group in the order of the calls.
+
+    On a GPU they run on one high-priority stream of this communicator; the order of calls is the order in its queue
+    and must be the same on all ranks. On a CPU they run in gloo's threads. A group of one rank has no queue:
+    collectives are not called at all.
+
+    Args:
+        group: the process group, or None for a single process.
+        device: of the tensors.
+        timeline: where durations are booked.
+        overlap: False waits for every collective as soon as it is started.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        timeline: Timeline | None = None,
+        overlap: bool = True,
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self.device = device
+        self.timeline = timeline or Timeline(device, enabled=False)
+        self.overlap = overlap
+        use_stream = device.type == "cuda" and self.size > 1
+        self.stream = torch.cuda.Stream(device, priority=-1) if use_stream else None
+
+    def start(
+        self, collective: Callable[..., Any], *tensors: torch.Tensor, ready: Ready | None = None, **kwargs: Any
+    ) -> Pending:
+        """Call `collective(*tensors, **kwargs)` of torch.distributed once `ready` (default: the work enqueued so far).
+
+        Tensors must come from the current stream, and stay unchanged until the returned `Pending` was waited for.
+        """
+        if self.stream is None:
+            pending = self._start_on_host(collective, tensors, kwargs)
+        else:
+            pending = self._start_on_stream(collective, tensors, kwargs, ready)
+        if not self.overlap:
+            pending.wait()
+        return pending
+
+    def _start_on_stream(self, collective: Any, tensors: tuple, kwargs: dict, ready: Ready | None) -> Pending:
+        assert self.stream is not None
+        timeline = self.timeline
+        (ready or StreamReached(self.device)).hold(self.stream)
+        with torch.cuda.stream(self.stream):
+            begin = timeline.mark()
+            collective(*tensors, group=self.group, **kwargs)  # synchronous: NCCL works on the current stream
+            timeline.add(COMMUNICATION, begin, timeline.mark())
+            done = torch.cuda.Event()
+            done.record()
+
+        def finish() -> None:
+            with timeline.span(EXPOSED):
+                torch.cuda.current_stream(self.device).wait_event(done)
+
+        return Pending(finish, tensors)
+
+    def _start_on_host(self, collective: Any, tensors: tuple, kwargs: dict) -> Pending:
+        begin = self.timeline.mark()
+        work = collective(*tensors, group=self.group, async_op=True, **kwargs)
+        end = [begin]  # read after the collective, when gloo's thread has put its end here
+        if self.timeline.enabled:
+            work.get_future().add_done_callback(lambda _: end.__setitem__(0, time.perf_counter()))
+            self.timeline.add(COMMUNICATION, begin, end)
+
+        def finish() -> None:
+            with self.timeline.span(EXPOSED):
+                work.wait()
+
+        return Pending(finish, tensors)
+
+    def gather_rows(self, rows: torch.Tensor, sizes: tuple[int, ...]) -> "GatheredRows":
+        """All-gather along the first dimension, where rank p has `sizes[p]` rows. Starts it; `.wait()` gives the rows.
+
+        Unfused: `dist.all_gather(parts, rows); torch.cat(parts)`. Uneven parts are padded to the longest.
+        """
+        if rows.shape[0] != sizes[self.rank]:
+            raise ValueError(f"rank {self.rank} has {rows.shape[0]} rows to gather, the sizes say {sizes}")
+        if self.size == 1:
+            return GatheredRows(Pending(None, ()), rows, sizes)
+        longest = max(sizes)
+        mine = rows.contiguous()
+        if rows.shape[0] < longest:
+            padding = rows.new_zeros(longest - rows.shape[0], *rows.shape[1:])
+            mine = torch.cat([mine, padding])
+        everyone = rows.new_empty(self.size * longest, *rows.shape[1:])
+        pending = self.start(dist.all_gather_into_tensor, everyone, mine)
+        return GatheredRows(pending, everyone, sizes)
+
+
+class GatheredRows:
+    """Rows on their way from all ranks."""
+
+    def __init__(self, pending: Pending, everyone: torch.Tensor, sizes: tuple[int, ...]) -> None:
+        self._pending, self._everyone, self._sizes = pending, everyone, sizes
+
+    def wait(self) -> torch.Tensor:
+        """[sum(sizes), ...] in the order of ranks, for use on the current stream."""
+        self._pending.wait()
+        if len(set(self._sizes)) == 1:
+            return self._everyone
+        longest = max(self._sizes)
+        parts = [self._everyone[p * longest :][:size] for p, size in enumerate(self._sizes)]
+        return torch.cat(parts)

@@ -1,0 +1,229 @@
+"""Matrix products whose result is communicated while it is computed.
+
+All take row-major matrices: `a` [M, K] and weights [N, K] of one dtype on one device, as `torch.nn.Linear` has them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fodit.ops.communicator import Communicator, Pending
+from fodit.ops.executor import Activation, TorchExecutor, copied_segments, linear_segments
+from fodit.plan import Plan, all_reduce_plan, reduce_scatter_plan, split_sizes
+
+DEFAULT_SLABS = 4
+ROW_ALIGN = 128  # slab borders on tile borders of every kernel
+
+
+def gemm_all_reduce(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    comm: Communicator,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """The sum over ranks of `a @ weight.T`, plus `bias` once: [M, N] on every rank.
+
+    Each rank has its own part of K: `a` [M, K_rank], `weight` [N, K_rank]. Equivalent unfused code::
+
+        out = a @ weight.T
+        dist.all_reduce(out)
+        out += bias
+
+    Streams, with three slabs of rows::
+
+        compute   [ slab 0 ][ slab 1 ][ slab 2 ]
+        comm                [ all-reduce 0 ][ all-reduce 1 ][ all-reduce 2 ]
+
+    Args:
+        bias: [N], the same on all ranks.
+        comm: the group's communicator.
+        plan: from `fodit.plan.all_reduce_plan`; by default four slabs.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or the plan do not fit each other.
+    """
+    rows, width = _check(a, [weight], [bias], plan, "all_reduce", comm)
+    plan = plan or all_reduce_plan(rows, width, comm.size, DEFAULT_SLABS, ROW_ALIGN)
+    # The sum takes the bias once if one rank adds it to its own part.
+    produce = linear_segments(a, [weight], [bias if comm.rank == 0 else None], "none")
+    buffer = a.new_empty(plan.send_size)
+    executor = TorchExecutor(plan, buffer, produce)
+    pending = []
+    for index, slab in enumerate(plan.slabs):
+        ready = executor.fill(index)
+        if comm.size > 1:
+            pending.append(comm.start(dist.all_reduce, buffer[slab.start : slab.stop], ready=ready))
+    for one in pending:
+        one.wait()
+    return buffer.view(rows, width)
+
+
+def gemm_reduce_scatter(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    comm: Communicator,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of `a @ weight.T`, plus `bias` once: [M_rank, N].
+
+    Rank p keeps the p-th of `split_ranges(M, size)`; M need not divide. Equivalent unfused code::
+
+        out = a @ weight.T
+        dist.reduce_scatter_tensor(mine, out)
+        mine += bias
+
+    Streams, with three slabs (slab j holds the j-th part of every rank's rows)::
+
+        compute   [ slab 0 ][ slab 1 ][ slab 2 ]
+        comm                [ reduce-scatter 0 ][ reduce-scatter 1 ][ reduce-scatter 2 ]
+
+    Arguments and errors as in `gemm_all_reduce`; the plan comes from `fodit.plan.reduce_scatter_plan`.
+    """
+    rows, width = _check(a, [weight], [bias], plan, "reduce_scatter", comm)
+    plan = plan or reduce_scatter_plan(rows, width, comm.size, DEFAULT_SLABS, ROW_ALIGN)
+    produce = linear_segments(a, [weight], [bias if comm.rank == 0 else None], "none")
+    mine = split_sizes(rows, comm.size)[comm.rank]
+    buffer = a.new_empty(plan.send_size)
+    if rows % comm.size:
+        buffer[plan.slabs[-1].start :].zero_()  # the unused rows of shorter ranks are summed too: keep them finite
+    executor = TorchExecutor(plan, buffer, produce)
+    received = a.new_empty(plan.recv_size) if comm.size > 1 else buffer
+    pending = []
+    for index, slab in enumerate(plan.slabs):
+        ready = executor.fill(index)
+        if comm.size > 1:
+            target = received[slab.recv_start : slab.recv_stop]
+            source = buffer[slab.start : slab.stop]
+            pending.append(comm.start(dist.reduce_scatter_tensor, target, source, ready=ready))
+    for one in pending:
+        one.wait()
+    return received.view(-1, width)[:mine]
+
+
+class Arrivals:
+    """The slabs of a product on their way to this rank."""
+
+    def __init__(self, plan: Plan, sent: torch.Tensor, received: torch.Tensor, pending: list[Pending]) -> None:
+        self.plan, self._sent, self._received, self._pending = plan, sent, received, pending
+
+    def wait(self, index: int) -> torch.Tensor:
+        """Slab `index` as it was received (flat), for use on the current stream."""
+        if self._pending:
+            self._pending[index].wait()
+        slab = self.plan.slabs[index]
+        return self._received[slab.recv_start : slab.recv_stop]
+
+
+def gemm_all_to_all(
+    a: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    comm: Communicator,
+    plan: Plan,
+    act: Activation = "none",
+    between: Callable[[torch.Tensor], None] | None = None,
+) -> Arrivals:
+    """`act(a @ weight.T + bias)` for several weights, column parts of it exchanged between all ranks.
+
+    Which columns go where is the plan's (`UlyssesLayout.projection_plan`). Equivalent unfused code, for q, k and v::
+
+        q, k, v = (act(F.linear(a, w, b)) for w, b in zip(weights, biases))
+        for g in groups:      # dim 0 of `sent`: the heads of group g of each destination rank
+            dist.all_to_all_single(received[g], torch.cat([q[..., heads[g]], k[...], v[...]]))
+
+    Streams, with three slabs; `between` starts a small collective of its own::
+
+        compute   [ slab 0 ][ slab 1 ][ slab 2 ][between][ attention 0 ] ...
+        comm                [ all-to-all 0 ] ... [between's][ all-to-all 1 ][ all-to-all 2 ]
+
+    Args:
+        a: [plan.rows, K].
+        weights: [plan.widths[i], K] each.
+        biases: [plan.widths[i]] or None each.
+        between: called with the flat send buffer when every slab has been enqueued. A collective that it starts goes
+            second in the queue, ahead of the other slabs: what the first consumer needs must not wait for the last
+            slab.
+
+    Returns:
+        `Arrivals`; `arrivals.wait(g)` gives slab g.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or the plan do not fit each other.
+    """
+    _check(a, weights, biases, plan, "all_to_all", comm)
+    return _exchange(linear_segments(a, weights, biases, act), a, comm, plan, between)
+
+
+def all_to_all_products(
+    products: Sequence[torch.Tensor],
+    *,
+    comm: Communicator,
+    plan: Plan,
+    between: Callable[[torch.Tensor], None] | None = None,
+) -> Arrivals:
+    """`gemm_all_to_all` of products [M, plan.widths[i]] that exist already: for projections that are not plain Linears."""
+    for product, width in zip(products, plan.widths, strict=True):
+        if product.shape != (plan.rows, width):
+            raise ValueError(f"a product has shape {tuple(product.shape)}, the plan wants {(plan.rows, width)}")
+    return _exchange(copied_segments(products), products[0], comm, plan, between)
+
+
+def _exchange(produce, like: torch.Tensor, comm: Communicator, plan: Plan, between) -> Arrivals:
+    sent = like.new_empty(plan.send_size)
+    received = like.new_empty(plan.recv_size) if comm.size > 1 else sent
+    executor = TorchExecutor(plan, sent, produce)
+    pending: list[Pending] = []
+
+    def send(index: int, ready) -> None:
+        if comm.size > 1:
+            slab = plan.slabs[index]
+            target, source = received[slab.recv_start : slab.recv_stop], sent[slab.start : slab.stop]
+            sizes = {"output_split_sizes": list(slab.recv_sizes), "input_split_sizes": list(slab.send_sizes)}
+            pending.append(comm.start(dist.all_to_all_single, target, source, ready=ready, **sizes))
+
+    waiting = []
+    for index in range(len(plan.slabs)):
+        ready = executor.fill(index)
+        if index == 0 or between is None:
+            send(index, ready)
+        else:
+            waiting.append((index, ready))
+    if between is not None:
+        between(sent)
+    for index, ready in waiting:
+        send(index, ready)
+    return Arrivals(plan, sent, received, pending)
+
+
+def _check(a, weights, biases, plan: Plan | None, op: str, comm: Communicator) -> tuple[int, int]:
+    """Raise ValueError unless the operands fit each other and the plan. Returns M and the first weight's N."""
+    if a.dim() != 2:
+        raise ValueError(f"a must be a matrix [M, K], got shape {tuple(a.shape)}")
+    if len(weights) != len(biases):
+        raise ValueError(f"got {len(weights)} weights and {len(biases)} biases: give one bias or None per weight")
+    for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        if weight.dim() != 2 or weight.shape[1] != a.shape[1]:
+            raise ValueError(
+                f"weight {index} has shape {tuple(weight.shape)}, a has {tuple(a.shape)}: weight must be [N, K] with "
+                f"K={a.shape[1]}"
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias {index} has shape {tuple(bias.shape)}, must be [{weight.shape[0]}]")
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None and (tensor.dtype != a.dtype or tensor.device != a.device):
+                raise ValueError(
+                    f"{name} {index} is {tensor.dtype} on {tensor.device}, a is {a.dtype} on {a.device}: both must match"
+                )
+    if plan is not None:
+        widths = tuple(weight.shape[0] for weight in weights)
+        wanted = (op, comm.size, a.shape[0], widths)
+        given = (plan.op, plan.ranks, plan.rows, plan.widths)
+        if wanted != given:
+            raise ValueError(f"the plan is for (op, ranks, M, N) = {given}, the operands need {wanted}")
+    return a.shape[0], weights[0].shape[0]

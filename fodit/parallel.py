@@ -1,0 +1,185 @@
+"""How the ranks divide the work, and the process groups for it."""
+
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fodit.ops.communicator import Communicator
+from fodit.timeline import Timeline
+
+DIMENSIONS = ("cfg", "tp", "ring", "ulysses")  # of the device mesh, slowest first
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Parallel degrees. Those left None are chosen from the world size.
+
+    Args:
+        cfg: 2 puts the conditional and the unconditional pass of guidance on different ranks, 1 does not.
+        ulysses: ranks that share one sequence, each attending some of the heads. At most the number of heads.
+        ring, tp: ring attention and tensor parallelism; only 1 so far.
+        timeout_s: seconds after which a rank that waits for another gives up. Loading counts too: allow for the
+            slowest rank's disk.
+    """
+
+    cfg: int | None = None
+    ulysses: int | None = None
+    ring: int | None = None
+    tp: int | None = None
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for name in DIMENSIONS:
+            degree = getattr(self, name)
+            if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
+                raise ValueError(f"{name} must be a whole number >= 1 or None, got {degree!r}")
+        if self.cfg not in (None, 1, 2):
+            raise ValueError(f"cfg={self.cfg}: guidance has two passes, so cfg is 1 or 2")
+        for name, title in (("ring", "ring attention"), ("tp", "tensor parallelism")):
+            if getattr(self, name) not in (None, 1):
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: {title} is not available yet; use cfg and ulysses, {name}=1"
+                )
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+
+    def resolve(self, world_size: int, heads: int, guided: bool = True) -> "ParallelConfig":
+        """All degrees, chosen so that they multiply to `world_size`.
+
+        Guidance comes first (cfg = 2 where the model makes two passes and the ranks divide by two), because its one
+        exchange a step is nearly free; the rest is Ulysses.
+
+        Args:
+            world_size: number of ranks.
+            heads: attention heads of the model, the most that Ulysses can divide.
+            guided: whether the model makes two passes a step.
+
+        Raises:
+            ValueError: the degrees do not multiply to the world size, or there are fewer heads than Ulysses ranks.
+        """
+        cfg, ulysses = self.cfg, self.ulysses
+        if cfg is None:
+            left = world_size // ulysses if ulysses and world_size % ulysses == 0 else world_size
+            cfg = 2 if guided and left % 2 == 0 and (ulysses is None or left == 2) else 1
+        if ulysses is None:
+            ulysses = world_size // cfg if world_size % cfg == 0 else 1
+        chosen = replace(self, cfg=cfg, ulysses=ulysses, ring=self.ring or 1, tp=self.tp or 1)
+        fits = _combinations(world_size, heads)
+        if prod(chosen.degrees) != world_size:
+            raise ValueError(
+                f"{chosen} uses cfg x ulysses = {cfg} x {ulysses} = {prod(chosen.degrees)} ranks, but there "
+                f"{'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}. What fits: {fits}"
+            )
+        if ulysses > heads:
+            raise ValueError(f"{chosen} divides {heads} attention heads by {ulysses} ranks. What fits: {fits}")
+        return chosen
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """In the order of `DIMENSIONS`; None counts as 1."""
+        return tuple(getattr(self, name) or 1 for name in DIMENSIONS)
+
+    def __str__(self) -> str:
+        return "ParallelConfig(" + ", ".join(f"{n}={d}" for n, d in zip(DIMENSIONS, self.degrees, strict=True)) + ")"
+
+
+def _combinations(world_size: int, heads: int) -> str:
+    found = [
+        f"cfg={cfg}, ulysses={world_size // cfg}"
+        for cfg in (1, 2)
+        if world_size % cfg == 0 and world_size // cfg <= heads
+    ]
+    most = f"a world size of at most {2 * heads}, for {heads} heads"
+    return " or ".join(found) if found else most
+
+
+def world_size() -> int:
+    """Ranks of this run: of the initialised process group, or as the launcher announced them; 1 for plain python."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_device(device: str | torch.device | None = None) -> torch.device:
+    """The device of this rank: `device` if it has an index or is the CPU, else the GPU of the local rank.
+
+    None takes a GPU where there is one, and the CPU otherwise.
+
+    Raises:
+        RuntimeError: CUDA was asked for and is absent, or there are fewer GPUs than local ranks.
+    """
+    wanted = torch.device(device) if device is not None else None
+    if wanted is None:
+        wanted = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.type == "cpu":
+        return wanted
+    if wanted.type != "cuda":
+        raise RuntimeError(f"device {wanted} is not supported: use cuda or cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"device {wanted} was asked for, but torch {torch.__version__} sees no CUDA device; use device='cpu' or "
+            "install a CUDA build of torch and check nvidia-smi"
+        )
+    count = torch.cuda.device_count()
+    index = wanted.index if wanted.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= count:
+        raise RuntimeError(
+            f"rank {os.environ.get('RANK', '0')} wants cuda:{index}, but {count} GPU(s) are visible: start at most "
+            f"{count} processes on this machine (torchrun --nproc-per-node {count})"
+        )
+    return torch.device("cuda", index)
+
+
+def initialise(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
+    """Initialise torch.distributed from the launcher's environment, unless somebody has: NCCL for GPUs, gloo for CPUs.
+
+    Returns:
+        A gloo group of all ranks, for what is not data: agreements and errors. None for a single process, which needs
+        no groups at all.
+    """
+    if world_size() == 1:
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout)
+    return dist.new_group(backend="gloo", timeout=timeout)
+
+
+class ProcessGroups:
+    """The groups of one pipeline. Several may live in one process.
+
+    Args:
+        parallel: resolved degrees. With more than one rank torch.distributed is initialised already.
+        device: of this rank.
+        timeline: where communication is booked.
+        overlap: False waits for every collective at once.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        device: torch.device,
+        timeline: Timeline | None = None,
+        overlap: bool = True,
+    ) -> None:
+        self.parallel, self.device = parallel, device
+        self.size = prod(parallel.degrees)
+        self.rank = dist.get_rank() if self.size > 1 else 0
+        groups: dict[str, dist.ProcessGroup | None] = dict.fromkeys(DIMENSIONS)
+        if self.size > 1:
+            mesh = init_device_mesh(device.type, parallel.degrees, mesh_dim_names=DIMENSIONS)
+            groups = {name: mesh.get_group(name) for name in DIMENSIONS}
+
+        def communicator(name: str) -> Communicator:
+            group = groups[name] if getattr(parallel, name) != 1 else None
+            return Communicator(group, device, timeline, overlap)
+
+        self.cfg, self.ulysses = communicator("cfg"), communicator("ulysses")

@@ -1,0 +1,128 @@
+"""Slabs: the parts of a product's output that are sent by one collective call each.
+
+The product is D = A @ [W_0; W_1; ...].T with A of shape [rows, K] and W_i of shape [widths[i], K]. A plan cuts D
+into segments, stores every segment at an address of the send buffer, and groups segments that are contiguous there
+into slabs. Nothing needs reordering after a collective, because the order is already in the store addresses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fodit.plan.split import ranges, split_sizes
+
+
+@dataclass(frozen=True)
+class Segment:
+    """D[row_start:row_stop, col_start:col_stop] of weight `weight` (columns counted inside that weight).
+
+    Row r of the segment is stored at `offset + r * ld` of the send buffer; units are elements.
+    """
+
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+    weight: int
+    offset: int
+    ld: int
+
+    @property
+    def rows(self) -> int:
+        return self.row_stop - self.row_start
+
+    @property
+    def cols(self) -> int:
+        return self.col_stop - self.col_start
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One collective call: the elements [start, stop) of the send buffer, [recv_start, recv_stop) of the receive buffer.
+
+    `send_sizes` and `recv_sizes` are elements per rank for an all-to-all, empty for the reducing collectives.
+    """
+
+    segments: tuple[Segment, ...]
+    start: int
+    stop: int
+    recv_start: int
+    recv_stop: int
+    send_sizes: tuple[int, ...] = ()
+    recv_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one product is cut into slabs. `send_size` and `recv_size` are the buffers' lengths in elements."""
+
+    op: str
+    ranks: int
+    rows: int
+    widths: tuple[int, ...]
+    slabs: tuple[Slab, ...]
+    send_size: int
+    recv_size: int
+
+
+def slab_rows(rows: int, slabs: int | Sequence[int], align: int = 1) -> tuple[int, ...]:
+    """Rows of each slab: given as they are, or a number of nearly even slabs whose borders are multiples of `align`.
+
+    There are never more slabs than rows (counted in units of `align`), so a plan holds no empty slab.
+    """
+    if not isinstance(slabs, int):
+        if sum(slabs) != rows or min(slabs, default=0) < 1:
+            raise ValueError(f"slab rows {tuple(slabs)} must be positive and add up to {rows}")
+        return tuple(slabs)
+    if slabs < 1:
+        raise ValueError(f"a plan needs at least one slab, got {slabs}")
+    units = -(-rows // align)
+    borders = [stop * align for _, stop in ranges(split_sizes(units, min(slabs, units)))]
+    borders[-1] = rows
+    return tuple(stop - start for start, stop in zip([0, *borders[:-1]], borders, strict=True))
+
+
+def all_reduce_plan(
+    rows: int, width: int, ranks: int, slabs: int | Sequence[int] = 1, align: int = 1
+) -> Plan:
+    """GEMM + all-reduce: a slab is a range of rows of D [rows, width], reduced in place.
+
+    `slabs` is a number of slabs or the rows of each; `align` is the tile height the borders should fall on.
+    """
+    _positive(rows=rows, width=width, ranks=ranks)
+    made = []
+    for start, stop in ranges(slab_rows(rows, slabs, align)):
+        segment = Segment(start, stop, 0, width, 0, start * width, width)
+        made.append(Slab((segment,), start * width, stop * width, start * width, stop * width))
+    return Plan("all_reduce", ranks, rows, (width,), tuple(made), rows * width, rows * width)
+
+
+def reduce_scatter_plan(
+    rows: int, width: int, ranks: int, slabs: int | Sequence[int] = 1, align: int = 1
+) -> Plan:
+    """GEMM + reduce-scatter by rows: rank p keeps the p-th of `split_ranges(rows, ranks)`.
+
+    Slab j holds, for each rank in turn, the j-th range of that rank's rows, so what a rank receives is contiguous
+    rows of its result. Where `rows` does not divide evenly, shorter ranks have one unused row in the last slab.
+    `slabs` counts, or lists the rows of, the slabs of one rank's share.
+    """
+    _positive(rows=rows, width=width, ranks=ranks)
+    owned = ranges(split_sizes(rows, ranks))
+    share = max(stop - start for start, stop in owned)
+    made, offset = [], 0
+    for first, last in ranges(slab_rows(share, slabs, align)):
+        segments = []
+        for rank, (start, stop) in enumerate(owned):
+            row_start, row_stop = min(start + first, stop), min(start + last, stop)
+            if row_start < row_stop:
+                address = offset + rank * (last - first) * width
+                segments.append(Segment(row_start, row_stop, 0, width, 0, address, width))
+        size = ranks * (last - first) * width
+        made.append(Slab(tuple(segments), offset, offset + size, first * width, last * width))
+        offset += size
+    return Plan("reduce_scatter", ranks, rows, (width,), tuple(made), offset, share * width)
+
+
+def _positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"a plan needs {name} >= 1, got {name}={value}")

@@ -1,0 +1,47 @@
+"""Tile programs: the order in which a kernel computes output tiles, and where each one is stored."""
+
+from array import array
+from dataclasses import dataclass
+
+from fodit.plan.slabs import Plan
+
+# One tile is twelve int32, the layout of FoditTile in csrc/fodit.h; the 64-bit offset takes two of them.
+TILE_FIELDS = ("m0", "n0", "rows", "cols", "weight", "slab", "ld", "unused", "offset_low", "offset_high", "-", "-")
+
+
+@dataclass(frozen=True)
+class TileProgram:
+    """The table a kernel follows, and for each slab the number its counter reaches when the slab is complete."""
+
+    table: array  # int32, len(TILE_FIELDS) per tile
+    tiles_per_slab: tuple[int, ...]
+
+    @property
+    def tiles(self) -> int:
+        return sum(self.tiles_per_slab)
+
+
+def tile_program(plan: Plan, tile_m: int, tile_n: int, band: int = 8) -> TileProgram:
+    """Cut a plan's slabs into tiles of at most [tile_m, tile_n], slab after slab.
+
+    Within a slab the tiles run in bands of `band` tile rows, down the band first and then across the columns: tiles
+    that are in flight together share rows of A and of the weights, which keeps both in the L2 cache.
+    """
+    if min(tile_m, tile_n, band) < 1:
+        raise ValueError(f"tile_m, tile_n and band must be >= 1, got {tile_m}, {tile_n}, {band}")
+    table, counts = array("i"), []
+    for index, slab in enumerate(plan.slabs):
+        tiles = []
+        for segment in slab.segments:
+            for m0 in range(segment.row_start, segment.row_stop, tile_m):
+                rows = min(tile_m, segment.row_stop - m0)
+                for n0 in range(segment.col_start, segment.col_stop, tile_n):
+                    cols = min(tile_n, segment.col_stop - n0)
+                    offset = segment.offset + (m0 - segment.row_start) * segment.ld + n0 - segment.col_start
+                    tiles.append((m0, n0, rows, cols, segment.weight, index, segment.ld, 0, offset))
+        tiles.sort(key=lambda tile: (tile[0] // (tile_m * band), tile[4], tile[1], tile[0]))
+        for *fields, offset in tiles:
+            low = offset & 0xFFFFFFFF
+            table.extend((*fields, low - (1 << 32) if low >> 31 else low, offset >> 32, 0, 0))
+        counts.append(len(tiles))
+    return TileProgram(table, tuple(counts))

@@ -1,0 +1,114 @@
+"""Where tokens and heads lie in Ulysses sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+Every rank holds a contiguous range of the sequence. For attention it gets some heads of the whole sequence, and
+gives the result back afterwards. Both ranges may be uneven: 17 776 tokens or 30 heads on 4 ranks, any number.
+
+All buffers are token-major, [token, batch, ...]: then what arrives from the ranks, one behind the other, is already
+the whole sequence in order, for any batch size.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fodit.plan.slabs import Plan, Segment, Slab
+from fodit.plan.split import ranges, split_ranges, split_sizes
+
+
+@dataclass(frozen=True)
+class UlyssesLayout:
+    """The layout of one attention on one rank.
+
+    Args:
+        rank, ranks: this rank and the Ulysses degree.
+        tokens: length of the whole sequence.
+        batch: batch size.
+        heads, head_dim: attention heads of the whole model and their size.
+        groups: head groups that are sent and attended one after the other; at most the fewest heads of a rank.
+    """
+
+    rank: int
+    ranks: int
+    tokens: int
+    batch: int
+    heads: int
+    head_dim: int
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks > self.heads:
+            raise ValueError(
+                f"ulysses={self.ranks} needs at least {self.ranks} attention heads, the model has {self.heads}: "
+                f"use ulysses <= {self.heads}"
+            )
+        if not 1 <= self.groups <= self.heads // self.ranks:
+            raise ValueError(
+                f"{self.heads} heads on {self.ranks} ranks allow 1 to {self.heads // self.ranks} head groups, "
+                f"got {self.groups}"
+            )
+
+    @cached_property
+    def token_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Tokens of each rank."""
+        return split_ranges(self.tokens, self.ranks)
+
+    @cached_property
+    def head_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """`head_ranges[rank][group]`: heads of that group on that rank."""
+        result = []
+        for start, stop in split_ranges(self.heads, self.ranks):
+            groups = ranges(split_sizes(stop - start, self.groups))
+            result.append(tuple((start + first, start + last) for first, last in groups))
+        return tuple(result)
+
+    @property
+    def local_tokens(self) -> int:
+        start, stop = self.token_ranges[self.rank]
+        return stop - start
+
+    def group_heads(self, rank: int, group: int) -> int:
+        start, stop = self.head_ranges[rank][group]
+        return stop - start
+
+    def _elements(self, tokens_of: int, heads_of: int, group: int) -> int:
+        start, stop = self.token_ranges[tokens_of]
+        return (stop - start) * self.batch * self.group_heads(heads_of, group) * self.head_dim
+
+    def projection_plan(self, projections: int = 3) -> Plan:
+        """GEMM + all-to-all of `projections` weights (q, k, v), each [heads * head_dim, K].
+
+        A's rows are the local tokens, batch-major as [batch, token]. Slab g holds, for each destination rank, the
+        matrix [token, batch, projection, head, head_dim] of that rank's g-th head group. Received, slab g is that
+        matrix for this rank's heads and all tokens.
+        """
+        dim, local = self.head_dim, self.local_tokens
+        slabs, offset, received = [], 0, 0
+        for group in range(self.groups):
+            segments, start = [], offset
+            for rank in range(self.ranks):
+                first, last = self.head_ranges[rank][group]
+                block = (last - first) * dim
+                row = self.batch * projections * block  # elements between consecutive tokens
+                for item in range(self.batch):
+                    for weight in range(projections):
+                        address = offset + (item * projections + weight) * block
+                        rows = (item * local, (item + 1) * local)
+                        segments.append(Segment(*rows, first * dim, last * dim, weight, address, row))
+                offset += local * row
+            send = tuple(projections * self._elements(self.rank, rank, group) for rank in range(self.ranks))
+            recv = tuple(projections * self._elements(rank, self.rank, group) for rank in range(self.ranks))
+            slabs.append(Slab(tuple(segments), start, offset, received, received + sum(recv), send, recv))
+            received += sum(recv)
+        widths = (self.heads * dim,) * projections
+        return Plan(
+            "all_to_all", self.ranks, self.batch * local, widths, tuple(slabs), offset, received
+        )
+
+    def return_sizes(self, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Elements to send to and receive from each rank when the attention output of a head group goes back.
+
+        Sent is [token, batch, head, head_dim] of all tokens and this rank's heads of the group; received, one rank's
+        block behind the other, the same of the local tokens and each rank's heads.
+        """
+        send = tuple(self._elements(rank, self.rank, group) for rank in range(self.ranks))
+        recv = tuple(self._elements(self.rank, rank, group) for rank in range(self.ranks))
+        return send, recv

@@ -1,0 +1,6 @@
+"""Diffusers pipelines on several ranks."""
+
+from fodit.pipelines.cogvideox import FoCogVideoXPipeline
+from fodit.pipelines.wan import FoWanPipeline
+
+__all__ = ["FoCogVideoXPipeline", "FoWanPipeline"]

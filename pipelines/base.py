@@ -1,0 +1,240 @@
+"""What fodit adds to a diffusers pipeline: ranks, agreement between them, and the report."""
+
+import inspect
+import time
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from diffusers import DiffusionPipeline
+
+from fodit.agreement import check_same, together
+from fodit.models.attachment import family_of
+from fodit.parallel import ParallelConfig, initialise, rank_device, world_size
+from fodit.pipelines.checkpoint import TRANSFORMERS, fewest_heads
+from fodit.pipelines.session import Session
+from fodit.report import Report
+
+Offload = Literal["model", "sequential"]
+
+
+class FoPipeline(DiffusionPipeline):
+    """Runs the diffusers pipeline it is mixed into on all ranks of a torchrun, or on one device in plain python.
+
+    Everything is diffusers': arguments, schedulers, callbacks, LoRA, offloading. Every rank makes the same calls.
+    Without a generator all ranks use the same noise, and all return the same frames.
+
+    Attributes:
+        report: `fodit.report.Report` of the last call, None before the first.
+    """
+
+    _session: Session | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *,
+        parallel: ParallelConfig | None = None,
+        overlap: bool = True,
+        output_rank: int | None = None,
+        device: str | torch.device | None = None,
+        offload: Offload | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """diffusers' `from_pretrained`, with the weights on this rank's device.
+
+        Args:
+            pretrained_model_name_or_path: hub id or local folder.
+            parallel: parallel degrees; by default chosen from the world size.
+            overlap: False waits for every communication at once, for comparison.
+            output_rank: 0 decodes and returns frames on rank 0 only, the others return None; None on all ranks.
+            device: "cpu" or "cuda"; by default the GPU of the local rank if there are any.
+            offload: "model" or "sequential" keeps weights in host memory until they are used (diffusers'
+                `enable_model_cpu_offload` and `enable_sequential_cpu_offload`).
+            kwargs: diffusers' own arguments, such as `torch_dtype`.
+
+        Raises:
+            ValueError, TypeError, OSError: arguments or files that do not fit, on every rank and before weights load
+                where that can be known.
+            RankError: another rank failed to load, or was given other arguments.
+            RuntimeError: CUDA was asked for and is absent.
+        """
+        if kwargs.get("device_map") is not None:
+            raise ValueError("device_map does not go with fodit, which places weights on each rank's device; leave it out")
+        _check_options(output_rank, offload)
+        parallel = parallel or ParallelConfig()
+        placed = rank_device(device)
+        control = initialise(placed, parallel.timeout_s)
+        shown = {"pretrained_model_name_or_path": str(pretrained_model_name_or_path), "parallel": str(parallel)}
+        check_same(control, "from_pretrained", {**shown, "overlap": overlap, "output_rank": output_rank, **kwargs})
+        with together(control, "reading the checkpoint's configuration"):
+            heads = fewest_heads(cls, pretrained_model_name_or_path, kwargs)
+            parallel = parallel.resolve(world_size(), heads)
+        with together(control, "loading"):
+            pipe = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+            _place(pipe, placed, offload)
+        pipe._session = Session(parallel, placed, control, overlap, output_rank)
+        return pipe
+
+    def parallelize(
+        self,
+        parallel: ParallelConfig | None = None,
+        *,
+        overlap: bool = True,
+        output_rank: int | None = None,
+        device: str | torch.device | None = None,
+        offload: Offload | None = None,
+    ) -> "FoPipeline":
+        """The same for a pipeline made from components: choose the degrees, place the weights. Returns the pipeline.
+
+        `from_pretrained` has done it; a call does it with the defaults if nobody has. Arguments and errors as there.
+        """
+        _check_options(output_rank, offload)
+        if self._session is not None:
+            self._session.detach()
+        parallel = parallel or ParallelConfig()
+        placed = rank_device(device)
+        models = [one for name in TRANSFORMERS if (one := getattr(self, name, None)) is not None]
+        for one in models:
+            family_of(type(one))
+        control = initialise(placed, parallel.timeout_s)
+        parallel = parallel.resolve(world_size(), min(one.config.num_attention_heads for one in models))
+        check_same(
+            control, "parallelize", {"parallel": str(parallel), "overlap": overlap, "output_rank": output_rank}
+        )
+        with together(control, "placing the weights"):
+            _place(self, placed, offload)
+        self._session = Session(parallel, placed, control, overlap, output_rank)
+        return self
+
+    @property
+    def report(self) -> Report | None:
+        return self._session.report if self._session is not None else None
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """diffusers' `__call__`, with its arguments. With `output_rank=0` the frames are None on the other ranks.
+
+        Raises:
+            ValueError: a size the model refuses, on every rank.
+            RankError: another rank failed, or was given other arguments.
+        """
+        if self._session is None:
+            self.parallelize()
+        session = self._session
+        assert session is not None
+        bound = self._signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = {name: value for name, value in bound.arguments.items() if value is not self}
+        session.attach(self)
+        with session.call(arguments):
+            begin = time.perf_counter()
+            frames = arguments["num_frames"] or self._default_frames()
+            if not isinstance(frames, int) or frames < 1:
+                raise ValueError(f"num_frames must be a whole number >= 1, got {frames!r}")
+            chosen = dict(arguments)
+            if arguments["generator"] is None:
+                chosen["generator"] = session.shared_generator()
+            if not session.holds_output:
+                chosen["output_type"] = "latent"  # no need to decode here
+            output = super().__call__(**chosen)
+            session.finish(self, arguments, frames, time.perf_counter() - begin)
+        if session.holds_output:
+            return output
+        return type(output)(frames=None) if not isinstance(output, tuple) else (None,)
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        plain = next(cls for cls in type(self).__mro__ if not issubclass(cls, FoPipeline) and "__call__" in vars(cls))
+        return inspect.signature(plain.__call__)
+
+    def check_inputs(self, *args: Any, **kwargs: Any) -> None:
+        """diffusers' checks, and those it leaves to a shape error later."""
+        super().check_inputs(*args, **kwargs)
+        given = inspect.signature(super().check_inputs).bind(*args, **kwargs).arguments
+        self._check_size(given["height"], given["width"])
+        if self._session is not None:
+            self._session.size = (given["height"], given["width"])
+
+    def _check_size(self, height: int, width: int) -> None:
+        raise NotImplementedError
+
+    def _default_frames(self) -> int:
+        raise ValueError("num_frames must be given")
+
+    def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
+        if self._session is None:
+            return super().encode_prompt(*args, **kwargs)
+        with self._session.text_encoding():
+            return super().encode_prompt(*args, **kwargs)
+
+    def progress_bar(self, iterable: Any = None, total: int | None = None) -> Any:
+        """diffusers' bar, on rank 0 only. Its ticks are the step borders of the report."""
+        session = self._session
+        if session is None:
+            return super().progress_bar(iterable, total)
+        config = getattr(self, "_progress_bar_config", {})
+        if session.rank != 0:
+            self._progress_bar_config = {**config, "disable": True}
+        try:
+            bar = super().progress_bar(iterable, total)
+        finally:
+            self._progress_bar_config = config
+        return bar if total is None else _StepBar(bar, total, session)
+
+    def enable_model_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
+        """diffusers' offloading, by default to this rank's GPU instead of the first one."""
+        super().enable_model_cpu_offload(gpu_id, self._offload_target(gpu_id, device))
+
+    def enable_sequential_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
+        """diffusers' offloading, by default to this rank's GPU instead of the first one."""
+        super().enable_sequential_cpu_offload(gpu_id, self._offload_target(gpu_id, device))
+
+    def _offload_target(self, gpu_id: int | None, device: Any) -> Any:
+        if gpu_id is None and device is None and self._session is not None:
+            return self._session.device
+        return device
+
+
+class _StepBar:
+    """A tqdm bar that also marks where steps begin and end."""
+
+    def __init__(self, bar: Any, total: int, session: Session) -> None:
+        self._bar, self._left, self._session = bar, total, session
+
+    def __enter__(self) -> "_StepBar":
+        self._bar.__enter__()
+        self._session.timeline.begin_step()
+        return self
+
+    def update(self, n: int = 1) -> Any:
+        self._left -= n
+        if self._left > 0:
+            self._session.timeline.begin_step()
+        else:
+            self._session.timeline.end_step()
+        return self._bar.update(n)
+
+    def __exit__(self, *error: Any) -> Any:
+        self._session.denoised()
+        return self._bar.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
+
+
+def _check_options(output_rank: Any, offload: Any) -> None:
+    if output_rank not in (None, 0):
+        raise ValueError(f"output_rank must be 0 (frames on rank 0 only) or None (on all ranks), got {output_rank!r}")
+    if offload not in (None, "model", "sequential"):
+        raise ValueError(f"offload must be 'model', 'sequential' or None, got {offload!r}")
+
+
+def _place(pipe: Any, device: torch.device, offload: Offload | None) -> None:
+    if offload is None:
+        pipe.to(device)
+    elif offload == "model":
+        pipe.enable_model_cpu_offload(device=device)
+    else:
+        pipe.enable_sequential_cpu_offload(device=device)

@@ -1,0 +1,150 @@
+"""One pipeline's ranks: groups, attachments and the report of each call."""
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fodit.agreement import check_same, everyone, spread_failure
+from fodit.models import Attachment, attach
+from fodit.parallel import ParallelConfig, ProcessGroups
+from fodit.pipelines.checkpoint import TRANSFORMERS
+from fodit.report import Call, Model, Parallel, RankReport, Report, versions
+from fodit.timeline import Timeline
+
+
+class Session:
+    """Holds what a pipeline needs on several ranks; made by `FoPipeline.parallelize()`.
+
+    Args:
+        parallel: resolved degrees.
+        device: of this rank.
+        control: gloo group of all ranks, None for one process.
+        overlap: let communication run beside computation.
+        output_rank: 0 if only rank 0 needs the frames, None for all.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        device: torch.device,
+        control: dist.ProcessGroup | None,
+        overlap: bool,
+        output_rank: int | None,
+    ) -> None:
+        self.device, self.control, self.overlap, self.output_rank = device, control, overlap, output_rank
+        self.timeline = Timeline(device)
+        self.groups = ProcessGroups(parallel, device, self.timeline, overlap)
+        self.attachments: dict[str, Attachment] = {}
+        self.report: Report | None = None
+        self.size: tuple[int, int] = (0, 0)  # height and width of the running call
+        self._calls = 0
+        self._text_encoding_s = self._denoised_at = 0.0
+
+    @property
+    def rank(self) -> int:
+        return self.groups.rank
+
+    @property
+    def holds_output(self) -> bool:
+        return self.output_rank is None or self.rank == self.output_rank
+
+    def attach(self, pipe: Any) -> None:
+        """Attach to the pipeline's transformers, also to one that was exchanged since."""
+        for name in TRANSFORMERS:
+            transformer, present = getattr(pipe, name, None), self.attachments.get(name)
+            if present is not None and present.transformer is not transformer:
+                self.attachments.pop(name).detach()
+                present = None
+            if transformer is not None and present is None:
+                self.attachments[name] = attach(
+                    transformer, self.groups, guided=lambda: pipe.guidance_scale > 1
+                )
+
+    def detach(self) -> None:
+        for attachment in self.attachments.values():
+            attachment.detach()
+        self.attachments = {}
+
+    @contextmanager
+    def call(self, arguments: dict[str, Any]) -> Iterator[None]:
+        """Around one generation: the ranks agree on the arguments first, and fail together."""
+        self._calls += 1
+        stage = f"{self.control.group_name if self.control else ''}/{self._calls}"
+        with spread_failure(self.control, self.rank, stage):
+            check_same(self.control, "this call", arguments)
+            for attachment in self.attachments.values():
+                attachment.reset()
+            self.timeline.clear()
+            self._text_encoding_s = self._denoised_at = 0.0
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            yield
+
+    def shared_generator(self) -> torch.Generator | None:
+        """A generator with one seed on all ranks, drawn by rank 0; None for one process, as diffusers has it."""
+        if self.control is None:
+            return None
+        seed = everyone(self.control, int(torch.randint(2**62, ())) if self.rank == 0 else None)[0]
+        return torch.Generator("cpu").manual_seed(seed)
+
+    def now(self) -> float:
+        """Seconds, after all work of the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    @contextmanager
+    def text_encoding(self) -> Iterator[None]:
+        begin = self.now()
+        yield
+        self._text_encoding_s += self.now() - begin
+
+    def denoised(self) -> None:
+        """The last step has ended; what follows is decoding."""
+        self._denoised_at = self.now()
+
+    def finish(self, pipe: Any, arguments: dict[str, Any], num_frames: int, total_s: float) -> None:
+        """Make the report of the call that has just ended, the same on all ranks."""
+        decoded = arguments["output_type"] != "latent" and self.holds_output
+        mine = RankReport(
+            rank=self.rank,
+            device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            text_encoding_s=self._text_encoding_s,
+            decoding_s=self.now() - self._denoised_at if decoded else 0.0,
+            peak_memory_bytes=self._peak_memory(),
+            steps=self.timeline.steps(),
+        )
+        notes = [note for attachment in self.attachments.values() for note in attachment.notes]
+        reports = everyone(self.control, (mine, total_s, notes))
+        transformer = next(iter(self.attachments.values())).transformer
+        parallel = dict(zip(("cfg", "tp", "ring", "ulysses"), self.groups.parallel.degrees, strict=True))
+        self.report = Report(
+            model=Model(
+                pipeline=type(pipe).__name__,
+                name=str(pipe.config.get("_name_or_path") or type(transformer).__name__),
+                dtype=str(transformer.dtype).removeprefix("torch."),
+            ),
+            call=Call(
+                height=self.size[0],
+                width=self.size[1],
+                num_frames=num_frames,
+                steps=len(mine.steps),
+                guidance_passes=2 if arguments["guidance_scale"] > 1 else 1,
+            ),
+            parallel=Parallel(**parallel, world_size=self.groups.size),
+            overlap=self.overlap,
+            total_s=reports[0][1],
+            ranks=[one for one, _, _ in reports],
+            versions=versions(),
+            notes=list(dict.fromkeys(note for _, _, notes in reports for note in notes)),
+        )
+
+    def _peak_memory(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
