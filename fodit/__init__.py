@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from fodit.doctor import doctor
 from fodit.parallel import ParallelConfig
 from fodit.report import Report
 from fodit.video import save_video
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from fodit.pipelines import FoCogVideoXPipeline, FoWanPipeline
 
 __version__ = "0.1.0"
-__all__ = ["FoCogVideoXPipeline", "FoWanPipeline", "ParallelConfig", "Report", "save_video"]
+__all__ = ["FoCogVideoXPipeline", "FoWanPipeline", "ParallelConfig", "Report", "doctor", "save_video"]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ def together(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:
+    except Exception as caught:  # noqa: BLE001 - raised below, when the other ranks know
         error = caught
     failures = everyone(group, None if error is None else describe(error))
     if error is not None:
@@ -113,7 +113,8 @@ def digest(value: Any) -> str:
         content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return f"tensor {tuple(value.shape)} {value.dtype} #{_hash(content)}"
     if isinstance(value, torch.Generator):
-        return f"generator on {value.device.type}, seed {value.initial_seed()} #{_hash(value.get_state().numpy().tobytes())}"
+        state = _hash(value.get_state().numpy().tobytes())
+        return f"generator on {value.device.type}, seed {value.initial_seed()} #{state}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {digest(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

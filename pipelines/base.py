@@ -2,11 +2,15 @@
 
 import inspect
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from diffusers import DiffusionPipeline
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fodit.agreement import check_same, together
 from fodit.models.attachment import family_of
@@ -61,7 +65,7 @@ class FoPipeline(DiffusionPipeline):
             RuntimeError: CUDA was asked for and is absent.
         """
         if kwargs.get("device_map") is not None:
-            raise ValueError("device_map does not go with fodit, which places weights on each rank's device; leave it out")
+            raise ValueError("device_map does not go with fodit, which places weights on each rank's device")
         _check_options(output_rank, offload)
         parallel = parallel or ParallelConfig()
         placed = rank_device(device)
@@ -71,7 +75,7 @@ class FoPipeline(DiffusionPipeline):
         with together(control, "reading the checkpoint's configuration"):
             heads = fewest_heads(cls, pretrained_model_name_or_path, kwargs)
             parallel = parallel.resolve(world_size(), heads)
-        with together(control, "loading"):
+        with together(control, "loading"), _bars_on_rank_0():
             pipe = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
             _place(pipe, placed, offload)
         pipe._session = Session(parallel, placed, control, overlap, output_rank)
@@ -130,7 +134,7 @@ class FoPipeline(DiffusionPipeline):
         session.attach(self)
         with session.call(arguments):
             begin = time.perf_counter()
-            frames = arguments["num_frames"] or self._default_frames()
+            frames = arguments["num_frames"] if arguments["num_frames"] is not None else self._default_frames()
             if not isinstance(frames, int) or frames < 1:
                 raise ValueError(f"num_frames must be a whole number >= 1, got {frames!r}")
             chosen = dict(arguments)
@@ -222,6 +226,19 @@ class _StepBar:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bar, name)
+
+
+@contextmanager
+def _bars_on_rank_0() -> Iterator[None]:
+    """transformers shows a bar for every model it loads, on every rank (diffusers' own bar knows ranks)."""
+    quiet = dist.is_initialized() and dist.get_rank() != 0 and is_progress_bar_enabled()
+    if quiet:
+        disable_progress_bar()
+    try:
+        yield
+    finally:
+        if quiet:
+            enable_progress_bar()
 
 
 def _check_options(output_rank: Any, offload: Any) -> None:

@@ -2,6 +2,7 @@
 
 import resource
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fodit.agreement import check_same, everyone, spread_failure
+from fodit.doctor import harmful_environment
 from fodit.models import Attachment, attach
 from fodit.parallel import ParallelConfig, ProcessGroups
 from fodit.pipelines.checkpoint import TRANSFORMERS
@@ -40,6 +42,9 @@ class Session:
         self.timeline = Timeline(device)
         self.groups = ProcessGroups(parallel, device, self.timeline, overlap)
         self.attachments: dict[str, Attachment] = {}
+        self.warnings = harmful_environment() if device.type == "cuda" and self.groups.size > 1 else []
+        for text in self.warnings:
+            warnings.warn(text, stacklevel=3)
         self.report: Report | None = None
         self.size: tuple[int, int] = (0, 0)  # height and width of the running call
         self._calls = 0
@@ -120,6 +125,9 @@ class Session:
             steps=self.timeline.steps(),
         )
         notes = [note for attachment in self.attachments.values() for note in attachment.notes]
+        fallbacks = self.groups.cfg.fallbacks | self.groups.ulysses.fallbacks
+        notes += [f"products ran in torch, slab by slab: {reason}" for reason in sorted(fallbacks)]
+        notes += self.warnings
         reports = everyone(self.control, (mine, total_s, notes))
         transformer = next(iter(self.attachments.values())).transformer
         parallel = dict(zip(("cfg", "tp", "ring", "ulysses"), self.groups.parallel.degrees, strict=True))

@@ -94,7 +94,7 @@ layouts = st.tuples(ranks, st.integers(1, 20), st.integers(1, 3), st.integers(1,
 def test_all_to_all(args):
     size, tokens, batch, heads, dim, groups = args
     layout = [UlyssesLayout(r, size, tokens, batch, heads, dim, groups) for r in range(size)]
-    plans = [one.projection_plan() for one in layout]
+    plans = [one.projection_plan for one in layout]
     buffers = []
     for one, plan in zip(layout, plans, strict=True):
         if plan.rows == 0:
@@ -137,7 +137,7 @@ def test_all_to_all(args):
 def test_tile_program(args, tile_m, tile_n, band):
     size, tokens, batch, heads, dim, groups = args
     plans = [
-        UlyssesLayout(0, size, tokens, batch, heads, dim, groups).projection_plan(),
+        UlyssesLayout(0, size, tokens, batch, heads, dim, groups).projection_plan,
         all_reduce_plan(tokens, heads, size, groups),
         reduce_scatter_plan(tokens, heads, size, groups),
     ]

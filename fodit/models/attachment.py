@@ -6,6 +6,7 @@ from typing import Any
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
+from fodit.kernels import rows
 from fodit.models import cogvideox, wan
 from fodit.models.family import ModelFamily
 from fodit.models.guidance import SplitBatch, SplitPasses
@@ -65,7 +66,9 @@ class Attachment:
         self.processor._attention_backend = getattr(self._before[0], "_attention_backend", None)
         self._passes: SplitBatch | SplitPasses | None = None
 
-        hooks = self.family.sequence_hooks(transformer, self.sequence)
+        self._fused = self.family.fused_blocks(transformer)
+        hooks: list[tuple[nn.Module, ModelHook]] = [*self._fused]  # first: the others surround a block's forward
+        hooks += self.family.sequence_hooks(transformer, self.sequence)
         if groups.cfg.size > 1:
             self._passes = self._split_guidance(guided)
             hooks.append((transformer, self._passes))
@@ -105,6 +108,9 @@ class Attachment:
         other = sorted({f"{n} is a {type(m).__name__}" for n, m in modules if not is_plain_linear(m)})
         if other:
             found.append(f"projection not overlapped with its exchange: {', '.join(other)}")
+        found += sorted({reason for _, hook in self._fused for reason in hook.reasons})
+        if self.groups.device.type == "cuda" and (reason := rows.why_eager(self.groups.device)) is not None:
+            found.append(f"row operations run in eager torch: {reason}")
         return found
 
     def detach(self) -> None:

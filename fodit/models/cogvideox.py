@@ -6,13 +6,13 @@ import torch
 from diffusers import CogVideoXTransformer3DModel
 from diffusers.hooks import ModelHook
 from diffusers.models.attention_processor import Attention
-from diffusers.models.embeddings import apply_rotary_emb
 
+from fodit.kernels import rows
+from fodit.kernels.rows import Rotary
+from fodit.models.blocks import FusedCogVideoXBlock
 from fodit.models.family import ModelFamily
 from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments, refuse_training
-from fodit.models.ulysses import attend_groups, project_qkv
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
+from fodit.models.ulysses import attend_groups, joined, project_out, project_qkv
 
 
 class CogVideoXUlyssesProcessor:
@@ -33,29 +33,18 @@ class CogVideoXUlyssesProcessor:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if attention_mask is not None:
             raise NotImplementedError("attention_mask is not supported on a sharded CogVideoX sequence; pass None")
-        joint = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        joint = joined(encoder_hidden_states, hidden_states)
         layout = self.sequence.layout(joint.shape[0])
-        arrivals = project_qkv(attn, joint.flatten(0, 1), self.sequence, layout.projection_plan())
+        arrivals = project_qkv(attn, joint.flatten(0, 1), self.sequence, layout.projection_plan)
 
-        def prepare(raw: torch.Tensor, heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            query, key, value = raw.transpose(0, 1).unbind(2)
-            if attn.norm_q is not None:
-                query = attn.norm_q(query)
-            if attn.norm_k is not None:
-                key = attn.norm_k(key)
-            return self._rotate(query, image_rotary_emb), self._rotate(key, image_rotary_emb), value
+        def prepare(raw: torch.Tensor, heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+            norms = (attn.norm_q, attn.norm_k)
+            return rows.arrive_layer_norm(raw, norms, image_rotary_emb, self.sequence.text)
 
         attended = attend_groups(arrivals, prepare, layout, self.sequence, self._attention_backend)
-        output = attn.to_out[1](attn.to_out[0](attended))
+        output = project_out(attn, attended)
         text = encoder_hidden_states.shape[1]
         return output[:, text:], output[:, :text]
-
-    def _rotate(self, heads: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        """RoPE on the video part of [batch, token, head, dim]."""
-        if rotary is None:
-            return heads
-        text, video = heads[:, : self.sequence.text], heads[:, self.sequence.text :]
-        return torch.cat([text, apply_rotary_emb(video, rotary, sequence_dim=1)], dim=1)
 
 
 class ShardJoint(ModelHook):
@@ -79,6 +68,7 @@ FAMILY = ModelFamily(
     transformer=CogVideoXTransformer3DModel,
     processor=CogVideoXUlyssesProcessor,
     self_attentions=lambda transformer: [block.attn1 for block in transformer.transformer_blocks],
+    fused_blocks=lambda transformer: [(block, FusedCogVideoXBlock()) for block in transformer.transformer_blocks],
     sequence_hooks=lambda transformer, sequence: [
         (transformer.transformer_blocks[0], ShardJoint(sequence)),
         (transformer.proj_out, GatherVideo(sequence)),

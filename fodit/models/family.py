@@ -7,6 +7,7 @@ from typing import Any
 from diffusers.hooks import ModelHook
 from torch import nn
 
+from fodit.models.blocks import FusedBlock
 from fodit.models.sequence import ShardedSequence
 
 
@@ -17,6 +18,7 @@ class ModelFamily:
         transformer: diffusers' class.
         processor: attention processor for the self-attentions, made from a `ShardedSequence`.
         self_attentions: the attention modules whose tokens are sharded.
+        fused_blocks: the blocks, and hooks with a fused forward for them.
         sequence_hooks: modules and the hooks that shard and gather the sequence there.
         passes_in_one_call: guidance makes both passes in one call with a doubled batch (else in two calls).
     """
@@ -24,5 +26,6 @@ class ModelFamily:
     transformer: type[nn.Module]
     processor: Callable[[ShardedSequence], Any]
     self_attentions: Callable[[Any], list[Any]]
+    fused_blocks: Callable[[Any], list[tuple[nn.Module, FusedBlock]]]
     sequence_hooks: Callable[[Any, ShardedSequence], list[tuple[nn.Module, ModelHook]]]
     passes_in_one_call: bool

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from diffusers.hooks import ModelHook
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
 from fodit.models.sequence import named_arguments
-from fodit.ops import Communicator
+from fodit.ops.communicator import Communicator, all_gather_single
 
 
 class SplitBatch(ModelHook):
@@ -65,7 +64,7 @@ class SplitPasses(ModelHook):
         """Forget a step that was left half-way."""
         self._first = None
 
-    def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def new_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         forward = self.fn_ref.original_forward
         if not self._guided():
             self.idle += 1
@@ -96,5 +95,5 @@ class SplitPasses(ModelHook):
             )
         mine, other = (first, second) if self._comm.rank == 0 else (second, first)
         both = mine.new_empty(2, *mine.shape)
-        self._comm.start(dist.all_gather_into_tensor, both, mine.contiguous().unsqueeze(0)).wait()
+        self._comm.start(all_gather_single, both, mine.contiguous().unsqueeze(0)).wait()
         other.copy_(both[1 - self._comm.rank])

@@ -31,6 +31,7 @@ class ShardedSequence:
             raise ValueError(f"{heads} heads on {comm.size} ranks allow head_groups 1 to {most}, got {head_groups}")
         self.comm, self.heads, self.head_dim, self.head_groups = comm, heads, head_dim, head_groups
         self.text = self.tokens = 0  # of the forward that is running
+        self._layouts: dict[tuple[int, int], UlyssesLayout] = {}
 
     def begin(self, tokens: int, text: int = 0) -> None:
         """A forward over `tokens` tokens starts, the first `text` of which are text."""
@@ -57,10 +58,13 @@ class ShardedSequence:
         return self.comm.gather_rows(part.transpose(0, 1), sizes).wait().transpose(0, 1)
 
     def layout(self, batch: int) -> UlyssesLayout:
-        """Of the self-attention in the running forward."""
-        return UlyssesLayout(
-            self.comm.rank, self.comm.size, self.tokens, batch, self.heads, self.head_dim, self.head_groups
-        )
+        """Of the self-attention in the running forward; one object for the same sizes, so its plan is made once."""
+        key = (self.tokens, batch)
+        if key not in self._layouts:
+            self._layouts[key] = UlyssesLayout(
+                self.comm.rank, self.comm.size, self.tokens, batch, self.heads, self.head_dim, self.head_groups
+            )
+        return self._layouts[key]
 
 
 class GatherVideo(ModelHook):

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
@@ -20,7 +19,7 @@ from fodit.plan import Plan, UlyssesLayout
 
 
 def project_qkv(
-    attn: nn.Module,
+    attn: Any,
     rows: torch.Tensor,
     sequence: ShardedSequence,
     plan: Plan,
@@ -43,14 +42,19 @@ def is_plain_linear(module: nn.Module) -> bool:
 
     Not so with adapters and quantised weights, nor where a hook brings the weight or watches the call (offloading).
     """
-    hooked = hasattr(module, "_diffusers_hook") or hasattr(module, "_hf_hook")
-    watched = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not (hooked or watched)
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_watched(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks of torch, diffusers or accelerate act when the module is called."""
+    registry = getattr(module, "_diffusers_hook", None)
+    hooked = hasattr(module, "_hf_hook") or (registry is not None and bool(registry.hooks))
+    return hooked or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def attend_groups(
     arrivals: Arrivals,
-    prepare: Callable[[torch.Tensor, tuple[int, int]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    prepare: Callable[[torch.Tensor, tuple[int, int]], tuple[torch.Tensor, torch.Tensor]],
     layout: UlyssesLayout,
     sequence: ShardedSequence,
     backend: Any,
@@ -59,33 +63,64 @@ def attend_groups(
 
     Args:
         arrivals: from `project_qkv`.
-        prepare: turns raw [token, batch, 3, head, dim] of the given heads into q, k, v, each [batch, token, head, dim].
+        prepare: turns raw [token, batch, 3, head, dim] of the given heads into q and k, [token, batch, head, dim].
         backend: diffusers attention backend, None for the active one.
 
     Returns:
-        [batch, local tokens, heads * dim].
+        [local tokens, batch, heads * dim].
     """
     comm, dim = sequence.comm, layout.head_dim
     returns: list[tuple[Pending | None, torch.Tensor]] = []
     for group in range(layout.groups):
         heads = layout.head_ranges[layout.rank][group]
         raw = arrivals.wait(group).view(layout.tokens, layout.batch, 3, heads[1] - heads[0], dim)
-        attended = dispatch_attention_fn(*prepare(raw, heads), dropout_p=0.0, is_causal=False, backend=backend)
-        sent = attended.to(raw.dtype).transpose(0, 1).contiguous().flatten()  # token-major; a view where batch is 1
+        # v stays where it lies; q and k mostly too. Attention then leaves its output token-major like them.
+        operands = (one.transpose(0, 1) for one in (*prepare(raw, heads), raw[:, :, 2]))
+        attended = dispatch_attention_fn(*operands, dropout_p=0.0, is_causal=False, backend=backend)
+        sent = attended.to(raw.dtype).transpose(0, 1).contiguous().flatten()
         if comm.size == 1:
             returns.append((None, sent))
             continue
         send, recv = layout.return_sizes(group)
         received = sent.new_empty(sum(recv))
-        sizes = {"output_split_sizes": list(recv), "input_split_sizes": list(send)}
-        returns.append((comm.start(dist.all_to_all_single, received, sent, **sizes), received))
+        returns.append((comm.all_to_all(received, sent, recv, send), received))
 
-    result = arrivals.wait(0).new_empty(layout.batch, layout.local_tokens, layout.heads, dim)
+    if comm.size == 1 and layout.groups == 1:
+        return returns[0][1].view(layout.tokens, layout.batch, -1)
+    result = returns[0][1].new_empty(layout.local_tokens, layout.batch, layout.heads * dim)
     for group, (pending, received) in enumerate(returns):
         if pending is not None:
             pending.wait()
         _, sizes = layout.return_sizes(group)
         for rank, part in enumerate(received.split(sizes)):
             first, last = layout.head_ranges[rank][group]
-            result[:, :, first:last] = part.view(-1, layout.batch, last - first, dim).transpose(0, 1)
-    return result.flatten(2)
+            columns = result[:, :, first * dim : last * dim]
+            _copy(columns, part.view(columns.shape))
+    return result
+
+
+def project_out(attn: Any, attended: torch.Tensor) -> torch.Tensor:
+    """The output projection of [tokens, batch, C], as [batch, tokens, C]."""
+    projected = attn.to_out[1](attn.to_out[0](attended.flatten(0, 1)))
+    return projected.view(*attended.shape[:2], -1).transpose(0, 1)
+
+
+def joined(text: torch.Tensor, video: torch.Tensor) -> torch.Tensor:
+    """[B, text, C] and [B, video, C] → [B, text + video, C], a view if they lie one behind the other."""
+    if text.shape[1] == 0:
+        return video
+    if video.shape[1] == 0:
+        return text
+    follows = text.storage_offset() + text.shape[1] * text.stride(1) == video.storage_offset()
+    shared = text.untyped_storage().data_ptr() == video.untyped_storage().data_ptr()
+    if not (follows and shared and text.stride() == video.stride()):
+        return torch.cat([text, video], dim=1)
+    size = (text.shape[0], text.shape[1] + video.shape[1], text.shape[2])
+    return text.as_strided(size, text.stride(), text.storage_offset())
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy rows in words of 8 bytes where they fit: torch copies strided rows an element at a time."""
+    if source.shape[-1] * source.element_size() % 8 == 0:
+        target, source = target.view(torch.int64), source.view(torch.int64)
+    target.copy_(source)

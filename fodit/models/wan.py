@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.hooks import ModelHook
-from diffusers.models.embeddings import apply_rotary_emb
 from torch import nn
 
+from fodit.kernels import rows
+from fodit.models.blocks import FusedWanBlock
 from fodit.models.family import ModelFamily
 from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments, refuse_training
-from fodit.models.ulysses import attend_groups, project_qkv
+from fodit.models.ulysses import attend_groups, project_out, project_qkv
 from fodit.ops import GatheredRows
-from fodit.plan import UlyssesLayout
 
 
 class WanUlyssesProcessor:
@@ -30,7 +30,7 @@ class WanUlyssesProcessor:
 
     def __call__(
         self,
-        attn: nn.Module,
+        attn: Any,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -42,52 +42,25 @@ class WanUlyssesProcessor:
         sums: list[GatheredRows] = []
 
         def between(sent: torch.Tensor) -> None:
-            local = squares_of_rows(sent, layout)
+            # The send buffer holds, of each group and rank in turn, [local tokens, batch, 3, heads, dim].
+            places = [(rank, group) for group in range(layout.groups) for rank in range(layout.ranks)]
+            widths = [layout.group_heads(*place) * layout.head_dim for place in places]
+            local = rows.squares(sent, widths, layout.local_tokens * layout.batch)
+            local = local.view(layout.local_tokens, layout.batch, 2)
             sums.append(self.sequence.comm.gather_rows(local, tuple(b - a for a, b in layout.token_ranges)))
 
-        rows = hidden_states.flatten(0, 1)
-        arrivals = project_qkv(attn, rows, self.sequence, layout.projection_plan(), between)
-        cos, sin = (table[0, :, 0] for table in rotary_emb) if rotary_emb is not None else (None, None)
-        squares = None
+        tokens = hidden_states.flatten(0, 1)
+        arrivals = project_qkv(attn, tokens, self.sequence, layout.projection_plan, between)
+        rotary = None if rotary_emb is None else (rotary_emb[0][0, :, 0], rotary_emb[1][0, :, 0])
+        totals: list[torch.Tensor] = []
 
-        def prepare(raw: torch.Tensor, heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            nonlocal squares
-            if squares is None:
-                squares = sums[0].wait()  # after the first slab: both are needed, and came in this order
-            query, key, value = raw.transpose(0, 1).unbind(2)
-            query = _normalise(query, squares[..., 0], attn.norm_q, heads)
-            key = _normalise(key, squares[..., 1], attn.norm_k, heads)
-            if cos is not None:
-                query = apply_rotary_emb(query, (cos, sin), sequence_dim=1)
-                key = apply_rotary_emb(key, (cos, sin), sequence_dim=1)
-            return query, key, value
+        def prepare(raw: torch.Tensor, heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+            if not totals:
+                totals.append(sums[0].wait())  # after the first slab: both are needed, and came in this order
+            return rows.arrive_rms(raw, totals[0], (attn.norm_q, attn.norm_k), heads, rotary)
 
         attended = attend_groups(arrivals, prepare, layout, self.sequence, self._attention_backend)
-        return attn.to_out[1](attn.to_out[0](attended))
-
-
-def squares_of_rows(sent: torch.Tensor, layout: UlyssesLayout) -> torch.Tensor:
-    """Sums of squares of each token's q and k over all heads: [local tokens, batch, 2] in fp32, from the send buffer."""
-    plan = layout.projection_plan()
-    total = sent.new_zeros(layout.local_tokens, layout.batch, 2, dtype=torch.float32)
-    for group, slab in enumerate(plan.slabs):
-        parts = sent[slab.start : slab.stop].split(slab.send_sizes)
-        for rank, part in enumerate(parts):
-            width = layout.group_heads(rank, group) * layout.head_dim
-            qk = part.view(layout.local_tokens, layout.batch, 3, width)[:, :, :2]
-            total += qk.float().square().sum(dim=-1)
-    return total
-
-
-def _normalise(heads: torch.Tensor, squares: torch.Tensor, norm: nn.RMSNorm, which: tuple[int, int]) -> torch.Tensor:
-    """`norm` on some heads [batch, token, head, dim], given the sums of squares over all heads [token, batch]."""
-    dim = heads.shape[-1]
-    eps = norm.eps if norm.eps is not None else torch.finfo(heads.dtype).eps
-    scale = torch.rsqrt(squares / norm.normalized_shape[0] + eps).t()[..., None, None]
-    result = heads.float() * scale
-    if norm.weight is not None:
-        result = result * norm.weight[which[0] * dim : which[1] * dim].view(-1, dim)
-    return result.to(heads.dtype)
+        return project_out(attn, attended)
 
 
 class ShardTimesteps(ModelHook):
@@ -124,6 +97,7 @@ FAMILY = ModelFamily(
     transformer=WanTransformer3DModel,
     processor=WanUlyssesProcessor,
     self_attentions=lambda transformer: [block.attn1 for block in transformer.blocks],
+    fused_blocks=lambda transformer: [(block, FusedWanBlock()) for block in transformer.blocks],
     sequence_hooks=lambda transformer, sequence: [
         (transformer, ShardTimesteps(sequence)),
         (transformer.blocks[0], ShardVideo(sequence)),

@@ -1,13 +1,17 @@
 """Collectives of one group on a stream of their own, so that the compute stream goes on meanwhile."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fodit.timeline import COMMUNICATION, EXPOSED, Timeline
+
+# torch 2.13 renamed them.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Ready(Protocol):
@@ -31,17 +35,21 @@ class StreamReached:
 
 
 class Pending:
-    """A collective that was started. It keeps the tensors alive that the collective reads and writes."""
+    """A collective that was started.
 
-    def __init__(self, finish: Callable[[], None] | None, tensors: tuple[torch.Tensor, ...]) -> None:
+    It keeps alive what the communication stream still reads: the tensors, and the counters of the condition it waits
+    for. Freed earlier, their memory could be given to the next operation of the compute stream.
+    """
+
+    def __init__(self, finish: Callable[[], None] | None, kept: tuple[Any, ...]) -> None:
         self._finish = finish
-        self._tensors = tensors
+        self._kept = kept
 
     def wait(self) -> None:
         """Let the current stream (on a CPU: the caller) wait for the collective. A second call does nothing."""
         if self._finish is not None:
             self._finish()
-        self._finish, self._tensors = None, ()
+        self._finish, self._kept = None, ()
 
 
 class Communicator:
@@ -71,6 +79,8 @@ class Communicator:
         self.device = device
         self.timeline = timeline or Timeline(device, enabled=False)
         self.overlap = overlap
+        self.gemm_sms = 0  # SMs that a product beside this communicator's collectives may take; 0: all
+        self.fallbacks: set[str] = set()  # why a product ran in torch instead of a signaling kernel
         use_stream = device.type == "cuda" and self.size > 1
         self.stream = torch.cuda.Stream(device, priority=-1) if use_stream else None
 
@@ -92,7 +102,8 @@ class Communicator:
     def _start_on_stream(self, collective: Any, tensors: tuple, kwargs: dict, ready: Ready | None) -> Pending:
         assert self.stream is not None
         timeline = self.timeline
-        (ready or StreamReached(self.device)).hold(self.stream)
+        ready = ready or StreamReached(self.device)
+        ready.hold(self.stream)
         with torch.cuda.stream(self.stream):
             begin = timeline.mark()
             collective(*tensors, group=self.group, **kwargs)  # synchronous: NCCL works on the current stream
@@ -104,7 +115,7 @@ class Communicator:
             with timeline.span(EXPOSED):
                 torch.cuda.current_stream(self.device).wait_event(done)
 
-        return Pending(finish, tensors)
+        return Pending(finish, (*tensors, ready))
 
     def _start_on_host(self, collective: Any, tensors: tuple, kwargs: dict) -> Pending:
         begin = self.timeline.mark()
@@ -119,6 +130,24 @@ class Communicator:
                 work.wait()
 
         return Pending(finish, tensors)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        recv_sizes: Sequence[int],
+        send_sizes: Sequence[int],
+        ready: Ready | None = None,
+    ) -> Pending:
+        """Start `dist.all_to_all_single` of flat tensors, with the elements from and for each rank."""
+        return self.start(
+            dist.all_to_all_single,
+            received,
+            sent,
+            ready=ready,
+            output_split_sizes=list(recv_sizes),
+            input_split_sizes=list(send_sizes),
+        )
 
     def gather_rows(self, rows: torch.Tensor, sizes: tuple[int, ...]) -> "GatheredRows":
         """All-gather along the first dimension, where rank p has `sizes[p]` rows. Starts it; `.wait()` gives the rows.
@@ -135,7 +164,7 @@ class Communicator:
             padding = rows.new_zeros(longest - rows.shape[0], *rows.shape[1:])
             mine = torch.cat([mine, padding])
         everyone = rows.new_empty(self.size * longest, *rows.shape[1:])
-        pending = self.start(dist.all_gather_into_tensor, everyone, mine)
+        pending = self.start(all_gather_single, everyone, mine)
         return GatheredRows(pending, everyone, sizes)
 
 

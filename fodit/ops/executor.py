@@ -1,15 +1,44 @@
 """Computes the slabs of a plan and says when each one is ready to be sent."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from fodit.ops.communicator import Ready, StreamReached
-from fodit.plan import Plan, Segment
+from fodit.kernels import gemm
+from fodit.kernels.library import Kernel
+from fodit.ops.communicator import Communicator, Ready, StreamReached
+from fodit.plan import TILE_FIELDS, Plan, Segment, tile_program
 
 Activation = Literal["none", "gelu-tanh"]
+Producer = Callable[[Segment, torch.Tensor], None]  # writes one segment into the [rows, cols] view it is given
+
+
+class Executor(Protocol):
+    """Fills the send buffer, slab after slab."""
+
+    def fill(self, index: int) -> Ready:
+        """Say when slab `index` can be sent; slabs are asked for in order."""
+
+
+def make_executor(
+    plan: Plan,
+    buffer: torch.Tensor,
+    a: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    act: Activation,
+    comm: Communicator,
+) -> Executor:
+    """The signaling kernel where it takes these operands, else torch. The communicator keeps the reason for torch."""
+    reason = gemm.refusal(a, weights)
+    if reason is None:
+        return CudaExecutor(plan, buffer, a, weights, biases, act, comm.gemm_sms)
+    if a.is_cuda:
+        comm.fallbacks.add(reason)
+    return TorchExecutor(plan, buffer, linear_segments(a, weights, biases, act))
 
 
 def stored(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
@@ -28,7 +57,7 @@ class TorchExecutor:
         produce: writes one segment into the view it is given.
     """
 
-    def __init__(self, plan: Plan, buffer: torch.Tensor, produce: Callable[[Segment, torch.Tensor], None]) -> None:
+    def __init__(self, plan: Plan, buffer: torch.Tensor, produce: Producer) -> None:
         self.plan, self.buffer, self._produce = plan, buffer, produce
 
     def fill(self, index: int) -> Ready:
@@ -40,7 +69,7 @@ class TorchExecutor:
 
 def linear_segments(
     a: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], act: Activation
-) -> Callable[[Segment, torch.Tensor], None]:
+) -> Producer:
     """`act(a @ weight.T + bias)`, a segment at a time."""
 
     def produce(segment: Segment, out: torch.Tensor) -> None:
@@ -57,7 +86,7 @@ def linear_segments(
     return produce
 
 
-def copied_segments(products: Sequence[torch.Tensor]) -> Callable[[Segment, torch.Tensor], None]:
+def copied_segments(products: Sequence[torch.Tensor]) -> Producer:
     """Products [rows, widths[i]] that were computed elsewhere, copied into place."""
 
     def produce(segment: Segment, out: torch.Tensor) -> None:
@@ -68,3 +97,83 @@ def copied_segments(products: Sequence[torch.Tensor]) -> Callable[[Segment, torc
         )
 
     return produce
+
+
+class SlabSignal:
+    """A slab's counter has reached its number of tiles, in a product that was enqueued before."""
+
+    def __init__(self, started: StreamReached, counters: torch.Tensor, slab: int, tiles: int) -> None:
+        self._started, self._counters, self._slab, self._tiles = started, counters, slab, tiles
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        # The event orders the counter's reset before the wait; the wait itself is invisible to CUDA's own ordering.
+        self._started.hold(stream)
+        address = self._counters.data_ptr() + 4 * self._slab
+        gemm.library().wait(stream.cuda_stream, address, self._tiles)
+
+
+class CudaExecutor:
+    """All slabs by one kernel, which signals each when it is done.
+
+    The product is enqueued before anything waits for it, and waits for nothing itself: it always ends, and with it
+    every wait. Counters are fresh and zeroed on the stream for each call, so repeated calls, groups side by side and
+    graph replays cannot see each other's.
+
+    Args:
+        plan, buffer: as for `TorchExecutor`.
+        a, weights, biases, act: the product's operands.
+        sms: at most this many SMs; 0 takes all.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        buffer: torch.Tensor,
+        a: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        act: Activation,
+        sms: int = 0,
+    ) -> None:
+        kernel = choose_kernel(plan, a.device)
+        table, tiles = device_program(plan, kernel.tile_m, kernel.tile_n, a.device)
+        slabs = len(plan.slabs)
+        state = torch.zeros(slabs + 1, dtype=torch.int32, device=a.device)
+        self._counters, ticket = state[:slabs], state[slabs:]
+        self._tiles = tiles
+        self._started = StreamReached(a.device)
+        code = gemm.ACTIVATIONS[act]
+        gemm.signaling_gemm(a, weights, biases, buffer, table, self._counters, ticket, kernel.index, code, sms)
+
+    def fill(self, index: int) -> Ready:
+        """Slab `index` is under way since the executor was made."""
+        return SlabSignal(self._started, self._counters, index, self._tiles[index])
+
+
+@lru_cache(maxsize=1024)
+def device_program(
+    plan: Plan, tile_m: int, tile_n: int, device: torch.device
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The plan's tile program as int32 [tiles, 12] on the device, and the tiles of each slab."""
+    program = tile_program(plan, tile_m, tile_n)
+    table = torch.tensor(program.table, dtype=torch.int32).view(-1, len(TILE_FIELDS))
+    return table.to(device), program.tiles_per_slab
+
+
+@lru_cache(maxsize=1024)
+def choose_kernel(plan: Plan, device: torch.device) -> Kernel:
+    """The kernel with least work: what its tiles cover, and per tile a cost of about 2048 elements for filling up.
+
+    Of equals the first of the library's list.
+    """
+    kernels = gemm.kernels_for(device)
+    assert not isinstance(kernels, str), kernels
+
+    def padded(kernel: Kernel) -> int:
+        area = 0
+        for slab in plan.slabs:
+            for one in slab.segments:
+                area += -(-one.rows // kernel.tile_m) * kernel.tile_m * -(-one.cols // kernel.tile_n) * kernel.tile_n
+        return area
+
+    return min(kernels, key=lambda kernel: padded(kernel) * (1 + 2048 / (kernel.tile_m * kernel.tile_n)))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from fodit.ops.communicator import Communicator, Pending
-from fodit.ops.executor import Activation, TorchExecutor, copied_segments, linear_segments
+from fodit.ops.communicator import Communicator, Pending, Ready, reduce_scatter_single
+from fodit.ops.executor import Activation, Executor, TorchExecutor, copied_segments, make_executor
 from fodit.plan import Plan, all_reduce_plan, reduce_scatter_plan, split_sizes
 
 DEFAULT_SLABS = 4
@@ -47,10 +47,10 @@ def gemm_all_reduce(
     """
     rows, width = _check(a, [weight], [bias], plan, "all_reduce", comm)
     plan = plan or all_reduce_plan(rows, width, comm.size, DEFAULT_SLABS, ROW_ALIGN)
-    # The sum takes the bias once if one rank adds it to its own part.
-    produce = linear_segments(a, [weight], [bias if comm.rank == 0 else None], "none")
     buffer = a.new_empty(plan.send_size)
-    executor = TorchExecutor(plan, buffer, produce)
+    # The sum takes the bias once if one rank adds it to its own part.
+    once = bias if comm.rank == 0 else None
+    executor = make_executor(plan, buffer, a, [weight], [once], "none", comm)
     pending = []
     for index, slab in enumerate(plan.slabs):
         ready = executor.fill(index)
@@ -86,12 +86,12 @@ def gemm_reduce_scatter(
     """
     rows, width = _check(a, [weight], [bias], plan, "reduce_scatter", comm)
     plan = plan or reduce_scatter_plan(rows, width, comm.size, DEFAULT_SLABS, ROW_ALIGN)
-    produce = linear_segments(a, [weight], [bias if comm.rank == 0 else None], "none")
     mine = split_sizes(rows, comm.size)[comm.rank]
     buffer = a.new_empty(plan.send_size)
     if rows % comm.size:
         buffer[plan.slabs[-1].start :].zero_()  # the unused rows of shorter ranks are summed too: keep them finite
-    executor = TorchExecutor(plan, buffer, produce)
+    once = bias if comm.rank == 0 else None
+    executor = make_executor(plan, buffer, a, [weight], [once], "none", comm)
     received = a.new_empty(plan.recv_size) if comm.size > 1 else buffer
     pending = []
     for index, slab in enumerate(plan.slabs):
@@ -99,7 +99,7 @@ def gemm_reduce_scatter(
         if comm.size > 1:
             target = received[slab.recv_start : slab.recv_stop]
             source = buffer[slab.start : slab.stop]
-            pending.append(comm.start(dist.reduce_scatter_tensor, target, source, ready=ready))
+            pending.append(comm.start(reduce_scatter_single, target, source, ready=ready))
     for one in pending:
         one.wait()
     return received.view(-1, width)[:mine]
@@ -157,7 +157,8 @@ def gemm_all_to_all(
         ValueError: shapes, dtypes, devices or the plan do not fit each other.
     """
     _check(a, weights, biases, plan, "all_to_all", comm)
-    return _exchange(linear_segments(a, weights, biases, act), a, comm, plan, between)
+    sent = a.new_empty(plan.send_size)
+    return _exchange(make_executor(plan, sent, a, weights, biases, act, comm), sent, comm, plan, between)
 
 
 def all_to_all_products(
@@ -167,25 +168,29 @@ def all_to_all_products(
     plan: Plan,
     between: Callable[[torch.Tensor], None] | None = None,
 ) -> Arrivals:
-    """`gemm_all_to_all` of products [M, plan.widths[i]] that exist already: for projections that are not plain Linears."""
+    """`gemm_all_to_all` of products [M, plan.widths[i]] that exist already."""
     for product, width in zip(products, plan.widths, strict=True):
         if product.shape != (plan.rows, width):
             raise ValueError(f"a product has shape {tuple(product.shape)}, the plan wants {(plan.rows, width)}")
-    return _exchange(copied_segments(products), products[0], comm, plan, between)
+    sent = products[0].new_empty(plan.send_size)
+    return _exchange(TorchExecutor(plan, sent, copied_segments(products)), sent, comm, plan, between)
 
 
-def _exchange(produce, like: torch.Tensor, comm: Communicator, plan: Plan, between) -> Arrivals:
-    sent = like.new_empty(plan.send_size)
-    received = like.new_empty(plan.recv_size) if comm.size > 1 else sent
-    executor = TorchExecutor(plan, sent, produce)
+def _exchange(
+    executor: Executor,
+    sent: torch.Tensor,
+    comm: Communicator,
+    plan: Plan,
+    between: Callable[[torch.Tensor], None] | None,
+) -> Arrivals:
+    received = sent.new_empty(plan.recv_size) if comm.size > 1 else sent
     pending: list[Pending] = []
 
-    def send(index: int, ready) -> None:
+    def send(index: int, ready: Ready) -> None:
         if comm.size > 1:
             slab = plan.slabs[index]
             target, source = received[slab.recv_start : slab.recv_stop], sent[slab.start : slab.stop]
-            sizes = {"output_split_sizes": list(slab.recv_sizes), "input_split_sizes": list(slab.send_sizes)}
-            pending.append(comm.start(dist.all_to_all_single, target, source, ready=ready, **sizes))
+            pending.append(comm.all_to_all(target, source, slab.recv_sizes, slab.send_sizes, ready))
 
     waiting = []
     for index in range(len(plan.slabs)):
@@ -201,7 +206,14 @@ def _exchange(produce, like: torch.Tensor, comm: Communicator, plan: Plan, betwe
     return Arrivals(plan, sent, received, pending)
 
 
-def _check(a, weights, biases, plan: Plan | None, op: str, comm: Communicator) -> tuple[int, int]:
+def _check(
+    a: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    plan: Plan | None,
+    op: str,
+    comm: Communicator,
+) -> tuple[int, int]:
     """Raise ValueError unless the operands fit each other and the plan. Returns M and the first weight's N."""
     if a.dim() != 2:
         raise ValueError(f"a must be a matrix [M, K], got shape {tuple(a.shape)}")
@@ -218,7 +230,7 @@ def _check(a, weights, biases, plan: Plan | None, op: str, comm: Communicator) -
         for name, tensor in (("weight", weight), ("bias", bias)):
             if tensor is not None and (tensor.dtype != a.dtype or tensor.device != a.device):
                 raise ValueError(
-                    f"{name} {index} is {tensor.dtype} on {tensor.device}, a is {a.dtype} on {a.device}: both must match"
+                    f"{name} {index} is {tensor.dtype} on {tensor.device}, but a is {a.dtype} on {a.device}"
                 )
     if plan is not None:
         widths = tuple(weight.shape[0] for weight in weights)

@@ -37,7 +37,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Slab:
-    """One collective call: the elements [start, stop) of the send buffer, [recv_start, recv_stop) of the receive buffer.
+    """One collective call: elements [start, stop) of the send buffer, [recv_start, recv_stop) of the receive buffer.
 
     `send_sizes` and `recv_sizes` are elements per rank for an all-to-all, empty for the reducing collectives.
     """
@@ -51,9 +51,12 @@ class Slab:
     recv_sizes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """How one product is cut into slabs. `send_size` and `recv_size` are the buffers' lengths in elements."""
+    """How one product is cut into slabs. `send_size` and `recv_size` are the buffers' lengths in elements.
+
+    Plans are compared by identity: what is derived from one (a tile program on a device) is kept for as long as it.
+    """
 
     op: str
     ranks: int

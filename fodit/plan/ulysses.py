@@ -73,8 +73,13 @@ class UlyssesLayout:
         start, stop = self.token_ranges[tokens_of]
         return (stop - start) * self.batch * self.group_heads(heads_of, group) * self.head_dim
 
-    def projection_plan(self, projections: int = 3) -> Plan:
-        """GEMM + all-to-all of `projections` weights (q, k, v), each [heads * head_dim, K].
+    @cached_property
+    def projection_plan(self) -> Plan:
+        """The plan of q, k and v. Made once."""
+        return self.column_plan(3)
+
+    def column_plan(self, projections: int) -> Plan:
+        """GEMM + all-to-all of `projections` weights, each [heads * head_dim, K].
 
         A's rows are the local tokens, batch-major as [batch, token]. Slab g holds, for each destination rank, the
         matrix [token, batch, projection, head, head_dim] of that rank's g-th head group. Received, slab g is that

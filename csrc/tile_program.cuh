@@ -1,0 +1,78 @@
+// Device side of the tile program, shared by both kernel families: reading a tile, raising its signal,
+// and the element-wise tail of the product.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "fodit.h"
+
+namespace fodit {
+
+static_assert(sizeof(FoditTile) == 48, "the tile program is a table of twelve int32 per tile");
+
+__device__ __forceinline__ FoditTile load_tile(const FoditTile* program, int index) {
+  FoditTile tile;
+  const int4* words = reinterpret_cast<const int4*>(program + index);
+#pragma unroll
+  for (int i = 0; i < 3; ++i) reinterpret_cast<int4*>(&tile)[i] = __ldg(words + i);
+  return tile;
+}
+
+// Raises the tile's counter. One thread calls this after a barrier with every thread that stored a part of the
+// tile: the barrier orders their stores before this thread's fence, the fence (with the addition after it, a release
+// add) makes them visible to the device, and so to whatever another stream starts once it sees the counter.
+__device__ __forceinline__ void raise_signal(int32_t* counters, int slab) {
+  if (counters == nullptr || slab < 0) return;
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counters + slab) : "memory");
+}
+
+// 0.5 x (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3), written as x * sigmoid(2u): tanh.approx would lose
+// the small values left of zero to cancellation.
+__device__ __forceinline__ float gelu_tanh(float x) {
+  const float minus_2u_log2e = x * (-2.302208198f - 0.1029432396f * x * x);
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(minus_2u_log2e));
+  return __fdividef(x, 1.0f + e);
+}
+
+// The same for four values with one reciprocal, since these two functions, not the rest, take the time. Bounding the
+// exponents keeps the product of the four denominators finite; it turns 1e-9 x and less into that.
+__device__ __forceinline__ void gelu_tanh4(float (&x)[4]) {
+  float d[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float minus_2u_log2e = x[i] * (-2.302208198f - 0.1029432396f * x[i] * x[i]);
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d[i]) : "f"(fminf(minus_2u_log2e, 30.0f)));
+    d[i] += 1.0f;
+  }
+  const float d01 = d[0] * d[1], d23 = d[2] * d[3];
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d01 * d23));
+  const float r01 = r * d23, r23 = r * d01;
+  x[0] *= r01 * d[1];
+  x[1] *= r01 * d[0];
+  x[2] *= r23 * d[3];
+  x[3] *= r23 * d[2];
+}
+
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+
+// Two neighbouring outputs, rounded to nearest even and packed as they lie in memory.
+template <class Element>
+__device__ __forceinline__ uint32_t pack2(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+}  // namespace fodit

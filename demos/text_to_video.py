@@ -1,0 +1,100 @@
+"""A video from a prompt, on one GPU or several.
+
+    python demos/text_to_video.py --model zai-org/CogVideoX-2b --prompt "A boat on a lake"
+    torchrun --nproc-per-node 2 demos/text_to_video.py --model Wan-AI/Wan2.1-T2V-14B-Diffusers --prompt "..."
+    torchrun --nproc-per-node 2 demos/text_to_video.py --model CogVideoX-5b --dummy-weights --steps 3
+
+With --dummy-weights nothing is downloaded: a published model's architecture gets random weights, the prompt random
+embeddings. The video is noise, the latency is the real one.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+from fodit import FoCogVideoXPipeline, FoWanPipeline, ParallelConfig, save_video
+from fodit.testing import dummy
+
+PIPELINES = {"CogVideoXPipeline": FoCogVideoXPipeline, "WanPipeline": FoWanPipeline}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, help="hub id, local folder, or with --dummy-weights a model's name")
+    parser.add_argument("--prompt", help="what to show; not needed with --dummy-weights")
+    parser.add_argument("--negative-prompt", help="what not to show")
+    parser.add_argument("--height", type=int, help="pixels; by default the model's own")
+    parser.add_argument("--width", type=int, help="pixels; by default the model's own")
+    parser.add_argument("--num-frames", type=int, help="by default the model's own")
+    parser.add_argument("--steps", type=int, default=50, help="denoising steps (default: 50)")
+    parser.add_argument("--guidance-scale", type=float, help="by default the model's own")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise (default: 0)")
+    parser.add_argument("--fps", type=int, help="frames a second (default: 16, with --dummy-weights the model's own)")
+    parser.add_argument("--output", default="out.mp4", help="the video (default: out.mp4)")
+    parser.add_argument("--report", help="write the latency report to this JSON file as well")
+    parser.add_argument("--cfg", type=int, help="2: both passes of guidance on different ranks (default: chosen)")
+    parser.add_argument("--ulysses", type=int, help="ranks that share one sequence (default: chosen)")
+    parser.add_argument("--no-overlap", action="store_true", help="wait for every communication, for comparison")
+    parser.add_argument("--offload", choices=["model", "sequential"], help="keep weights in host memory until used")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default cuda where there is a GPU")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: bfloat16, on a CPU float32)")
+    parser.add_argument("--dummy-weights", action="store_true", help=f"random weights for {', '.join(dummy.MODELS)}")
+    given = parser.parse_args()
+    if not given.dummy_weights and given.prompt is None:
+        parser.error("--prompt is needed, unless --dummy-weights measures latency only")
+    return given
+
+
+def make_pipeline(given: argparse.Namespace, dtype: torch.dtype) -> Any:
+    parallel = ParallelConfig(cfg=given.cfg, ulysses=given.ulysses)
+    options = {"overlap": not given.no_overlap, "output_rank": 0, "device": given.device, "offload": given.offload}
+    if not given.dummy_weights:
+        kind = DiffusionPipeline.load_config(given.model)["_class_name"].removeprefix("Fo")
+        if kind not in PIPELINES:
+            sys.exit(f"{given.model} is a {kind}; fodit runs {' and '.join(PIPELINES)}")
+        return PIPELINES[kind].from_pretrained(given.model, parallel=parallel, torch_dtype=dtype, **options)
+    from fodit.parallel import rank_device
+
+    kind = dummy.config(given.model)["pipeline"]
+    pipe = dummy.pipeline(given.model, PIPELINES[kind], device=rank_device(given.device), dtype=dtype)
+    return pipe.parallelize(parallel, **options)
+
+
+def call_arguments(given: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
+    call: dict[str, Any] = {"prompt": given.prompt, "negative_prompt": given.negative_prompt}
+    if given.dummy_weights:
+        call = dummy.call_arguments(given.model) | dummy.prompt_embeds(given.model, dtype=dtype)
+    chosen = {
+        "height": given.height,
+        "width": given.width,
+        "num_frames": given.num_frames,
+        "guidance_scale": given.guidance_scale,
+        "num_inference_steps": given.steps,
+    }
+    call |= {name: value for name, value in chosen.items() if value is not None}
+    return call | {"generator": torch.Generator().manual_seed(given.seed)}
+
+
+def main() -> None:
+    given = arguments()
+    on_gpu = given.device == "cuda" or (given.device is None and torch.cuda.is_available())
+    dtype = DTYPES[given.dtype or ("bfloat16" if on_gpu else "float32")]
+    pipe = make_pipeline(given, dtype)
+    frames = pipe(**call_arguments(given, dtype)).frames
+    if frames is None:  # another rank holds the video
+        return
+    fps = given.fps or (dummy.config(given.model)["fps"] if given.dummy_weights else 16)
+    print(pipe.report)
+    print(f"\nvideo written to {save_video(frames[0], given.output, fps=fps)}")
+    if given.report:
+        print(f"report written to {pipe.report.save(given.report)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""python -m fodit.bench ops|step --profile no-p2p ...   (under torchrun for several GPUs)"""
+
+import argparse
+
+import torch.distributed as dist
+
+from fodit.bench import ops, step
+from fodit.bench.setting import PROFILES, Setting
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m fodit.bench", description="Benchmarks; run under torchrun.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for module, name, summary in (
+        (ops, "ops", "products with a collective, next to cuBLAS and NCCL"),
+        (step, "step", "time per denoising step of a whole model, next to diffusers"),
+    ):
+        command = commands.add_parser(name, help=summary)
+        command.set_defaults(run=module.run)
+        module.add_arguments(command)
+        command.add_argument("--profile", choices=PROFILES, default="nvlink", help="link profile (default: nvlink)")
+        command.add_argument("--sms", type=int, help="SMs of the compute stream (default: the profile's)")
+        command.add_argument("--save", help="write the results to this JSON file")
+    given = parser.parse_args()
+    setting = Setting(given.profile, given.sms)
+    setting.save(given.save, given.run(setting, given))
+    setting.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Products with a collective: overlapped, in every other way there is, and the bound. Milliseconds, medians.
+
+For each shape (M, N, K), operation and link profile, side by side in one run:
+
+    gemm         the product alone, by cuBLAS
+    kernel       the product alone, by fodit's kernel as one slab
+    comm         the collective alone
+    serial       cuBLAS, then NCCL
+    decomposed   the best of 2, 4, 8, 16 row chunks on cuBLAS, each followed by its asynchronous collective
+    async-tp     torch's fused matmul-reduce-scatter on symmetric memory, where peer access exists
+    fodit        the best of a few plans
+    bound        max(gemm + last slab's communication, first slab's gemm + comm), slabs of a sixteenth
+    fraction     (serial / fodit) / (serial / bound): how much of the theoretical speed-up is reached
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from math import exp, log
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fodit.bench.setting import Setting
+from fodit.kernels.gemm import kernels_for
+from fodit.ops import Communicator, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
+from fodit.ops.communicator import reduce_scatter_single
+from fodit.ops.gemm import ROW_ALIGN
+from fodit.plan import UlyssesLayout, all_reduce_plan, reduce_scatter_plan
+
+SHAPES = (
+    (17776, 3072, 6144),
+    (32760, 5120, 5120),
+    (32760, 5120, 6912),
+    (16380, 15360, 5120),
+    (16380, 13824, 5120),
+    (8192, 8192, 4096),
+    (17776, 3072, 1536),
+    (8888, 9216, 3072),
+)
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_to_all")
+HEAD_DIM = 128
+SMALLEST = 16  # the smallest useful slab is a sixteenth
+COLUMNS = ("gemm", "kernel", "comm", "serial", "decomposed", "async_tp", "fodit", "bound")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ops", default=",".join(OPERATIONS), help="comma-separated (default: all)")
+    parser.add_argument("--shapes", help="M,N,K/M,N,K/... (default: those of the models)")
+    parser.add_argument("--slabs", default="2,4,8,16", help="numbers of slabs to try (default: 2,4,8,16)")
+    parser.add_argument("--reserve", default="0,8,16", help="SMs left to NCCL to try (default: 0,8,16)")
+    parser.add_argument("--repeats", type=int, default=15)
+
+
+def run(setting: Setting, given: argparse.Namespace) -> dict[str, Any]:
+    shapes = [tuple(int(n) for n in one.split(",")) for one in given.shapes.split("/")] if given.shapes else SHAPES
+    comm = Communicator(dist.group.WORLD, setting.device)
+    kernels = kernels_for(setting.device)
+    setting.say(f"{setting.profile}: {kernels if isinstance(kernels, str) else ', '.join(k.name for k in kernels)}")
+    setting.say(f"{'M, N, K':>20} {'op':<15}" + "".join(f"{name:>11}" for name in COLUMNS) + f"{'fraction':>10}  plan")
+    rows = []
+    with setting.compute():
+        for op in given.ops.split(","):
+            for shape in shapes:
+                row = _measure(setting, comm, op, shape, given)
+                rows.append(row)
+                times = "".join(f"{row[name]:11.3f}" if row.get(name) else f"{'-':>11}" for name in COLUMNS)
+                plan = "serial" if row["plan"] is None else "{} slabs, {} SMs left".format(*row["plan"])
+                setting.say(f"{shape!s:>20} {op:<15}{times}{row['fraction']:10.3f}  {plan}")
+    for op in given.ops.split(","):
+        mine = [row for row in rows if row["op"] == op]
+        setting.say(
+            f"{op}: fraction geometric mean {_mean(mine, 'bound', 'fodit'):.3f}, "
+            f"worst {min(row['fraction'] for row in mine):.3f}; "
+            f"over decomposed {_mean(mine, 'decomposed', 'fodit'):.3f}, "
+            f"over serial {_mean(mine, 'serial', 'fodit'):.3f}, kernel / cuBLAS {_mean(mine, 'gemm', 'kernel'):.3f}"
+        )
+    return {"rows": rows, "fallbacks": sorted(comm.fallbacks)}
+
+
+def _mean(rows: list[dict[str, Any]], above: str, below: str) -> float:
+    return exp(sum(log(row[above] / row[below]) for row in rows) / len(rows))
+
+
+def _measure(
+    setting: Setting, comm: Communicator, op: str, shape: tuple[int, ...], given: argparse.Namespace
+) -> dict[str, Any]:
+    m, n, k = shape
+    a = torch.randn(m, k, device=setting.device, dtype=torch.bfloat16)
+    weight = torch.randn(n, k, device=setting.device, dtype=torch.bfloat16) * 0.02
+    case = _CASES[op](comm, a, weight)
+
+    def time(work: Callable[[], Any]) -> float:
+        taken = torch.tensor(setting.time(work, given.repeats), device=setting.device)
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+        return float(taken)
+
+    row: dict[str, Any] = {"op": op, "m": m, "n": n, "k": k}
+    row["gemm"] = time(lambda: case.product(0, m))
+    alone = Communicator(None, setting.device)
+    whole = all_reduce_plan(m, n, 1, 1)
+    row["kernel"] = time(lambda: gemm_all_reduce(a, weight, comm=alone, plan=whole))
+    row["comm"] = time(lambda: case.collective(0, m))
+    row["serial"] = time(case.serial)
+    row["decomposed"] = min(time(partial(case.decomposed, chunks)) for chunks in (2, 4, 8, 16))
+    row["async_tp"] = _async_tp(setting, time, op, a, weight)
+
+    wanted = case.reference()
+    best, plan = row["serial"], None
+    for slabs in (int(one) for one in given.slabs.split(",")):
+        for reserve in (int(one) for one in given.reserve.split(",")):
+            comm.gemm_sms = max(_sms(setting) - reserve, 1) if reserve else 0
+            case.check(case.fodit(slabs), wanted)
+            taken = time(partial(case.fodit, slabs))
+            row[f"fodit_{slabs}_{reserve}"] = taken
+            if taken < best:
+                best, plan = taken, (slabs, reserve)
+    row["fodit"], row["plan"] = best, plan
+
+    last = time(lambda: case.collective(0, m // SMALLEST))
+    row["bound"] = max(row["gemm"] + last, row["gemm"] / SMALLEST + row["comm"])
+    row["fraction"] = row["bound"] / row["fodit"]
+    return row
+
+
+def _sms(setting: Setting) -> int:
+    return setting.sms or torch.cuda.get_device_properties(setting.device).multi_processor_count
+
+
+class _Case:
+    """One operation in all its ways, on rows [start, stop) of the product."""
+
+    def __init__(self, comm: Communicator, a: torch.Tensor, weight: torch.Tensor) -> None:
+        self.comm, self.a, self.weight = comm, a, weight
+        self.out = torch.empty(a.shape[0], weight.shape[0], device=a.device, dtype=a.dtype)
+        self.received = torch.empty_like(self.out)
+
+    def product(self, start: int, stop: int) -> None:
+        torch.mm(self.a[start:stop], self.weight.t(), out=self.out[start:stop])
+
+    def collective(self, start: int, stop: int, asynchronous: bool = False) -> Any:
+        raise NotImplementedError
+
+    def serial(self) -> None:
+        self.product(0, self.a.shape[0])
+        self.collective(0, self.a.shape[0])
+
+    def decomposed(self, chunks: int) -> None:
+        rows = self.a.shape[0]
+        step = -(-rows // chunks) // self.comm.size * self.comm.size
+        works = []
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            self.product(start, stop)
+            works.append(self.collective(start, stop, asynchronous=True))
+        for work in works:
+            work.wait()
+
+    def fodit(self, slabs: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def reference(self) -> torch.Tensor:
+        """The result, by the serial way."""
+        raise NotImplementedError
+
+    def check(self, result: torch.Tensor, wanted: torch.Tensor) -> None:
+        error = float((result.float() - wanted.float()).norm() / wanted.float().norm())
+        if not error < 1e-2:
+            raise RuntimeError(f"{type(self).__name__} differs from the serial result by {error}")
+
+
+class _AllReduce(_Case):
+    def collective(self, start: int, stop: int, asynchronous: bool = False) -> Any:
+        return dist.all_reduce(self.out[start:stop], async_op=asynchronous)
+
+    def fodit(self, slabs: int) -> torch.Tensor:
+        plan = _kept(all_reduce_plan, *self.out.shape, self.comm.size, slabs)
+        return gemm_all_reduce(self.a, self.weight, comm=self.comm, plan=plan)
+
+    def reference(self) -> torch.Tensor:
+        self.serial()
+        return self.out.clone()
+
+
+class _ReduceScatter(_Case):
+    def collective(self, start: int, stop: int, asynchronous: bool = False) -> Any:
+        stop -= (stop - start) % self.comm.size
+        target = self.received[: (stop - start) // self.comm.size]
+        return reduce_scatter_single(target, self.out[start:stop], async_op=asynchronous)
+
+    def fodit(self, slabs: int) -> torch.Tensor:
+        plan = _kept(reduce_scatter_plan, *self.out.shape, self.comm.size, slabs)
+        return gemm_reduce_scatter(self.a, self.weight, comm=self.comm, plan=plan)
+
+    def reference(self) -> torch.Tensor:
+        self.serial()
+        return self.received[: self.a.shape[0] // self.comm.size].clone()
+
+
+class _AllToAll(_Case):
+    """Columns are heads; every rank gets its half of the heads of all tokens."""
+
+    def collective(self, start: int, stop: int, asynchronous: bool = False) -> Any:
+        rows = (stop - start) // self.comm.size * self.comm.size
+        source, target = self.out[start : start + rows].view(-1), self.received[start : start + rows].view(-1)
+        return dist.all_to_all_single(target, source, async_op=asynchronous)
+
+    def layout(self, groups: int) -> UlyssesLayout:
+        rows, width = self.out.shape
+        heads = width // HEAD_DIM
+        groups = min(groups, heads // self.comm.size)
+        return UlyssesLayout(self.comm.rank, self.comm.size, rows * self.comm.size, 1, heads, HEAD_DIM, groups)
+
+    def fodit(self, slabs: int) -> torch.Tensor:
+        plan = _kept(lambda groups: self.layout(groups).column_plan(1), slabs, key=(self.out.shape, slabs))
+        arrivals = gemm_all_to_all(self.a, [self.weight], [None], comm=self.comm, plan=plan)
+        received = [arrivals.wait(index) for index in range(len(plan.slabs))]
+        return received[0]
+
+    def check(self, result: torch.Tensor, wanted: torch.Tensor) -> None:
+        heads = result.numel() // wanted.shape[0] // HEAD_DIM
+        first = wanted.view(wanted.shape[0], -1, HEAD_DIM)[:, :heads]
+        super().check(result.view(first.shape), first)
+
+    def reference(self) -> torch.Tensor:
+        """[all tokens, this rank's heads]"""
+        self.product(0, self.a.shape[0])
+        parts = [torch.empty_like(self.out) for _ in range(self.comm.size)]
+        dist.all_gather(parts, self.out)
+        width = self.out.shape[1] // self.comm.size
+        return torch.cat([part[:, self.comm.rank * width :][:, :width] for part in parts])
+
+
+_CASES = {"all_reduce": _AllReduce, "reduce_scatter": _ReduceScatter, "all_to_all": _AllToAll}
+_plans: dict[Any, Any] = {}
+
+
+def _kept(make: Callable[..., Any], *arguments: Any, key: Any = None) -> Any:
+    """Plans as a model keeps them: made once, not in the timed call."""
+    key = key or (make, arguments)
+    if key not in _plans:
+        _plans[key] = make(*arguments, ROW_ALIGN) if key == (make, arguments) else make(*arguments)
+    return _plans[key]
+
+
+def _async_tp(
+    setting: Setting, time: Callable[..., float], op: str, a: torch.Tensor, weight: torch.Tensor
+) -> float | None:
+    if op != "reduce_scatter" or setting.profile != "nvlink" or a.shape[0] % setting.ranks:
+        return None
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    enable_symm_mem_for_group(name)
+    return time(lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(a, weight.t(), "sum", 0, name))

@@ -1,0 +1,111 @@
+"""Where a benchmark runs: the link profile, the stream, and what goes into the result's file."""
+
+import datetime
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fodit.parallel import initialise, rank_device
+from fodit.report import versions
+
+PROFILES = ("nvlink", "no-p2p", "consumer")
+CONSUMER_SMS = 24
+LEAD_CYCLES = 2_000_000  # about a millisecond in which the host runs ahead, so that launches are not what is timed
+
+
+class Setting:
+    """One rank of a benchmark under torchrun, in a link profile.
+
+    nvlink: the machine as it is. no-p2p: NCCL through host memory, as on GeForce cards. consumer: that link, and
+    compute on a green context of 24 SMs, about an RTX 4090 on an H200.
+
+    Args:
+        profile: one of `PROFILES`.
+        sms: SMs of the compute stream; None takes the profile's.
+    """
+
+    def __init__(self, profile: str, sms: int | None = None) -> None:
+        if profile not in PROFILES:
+            raise ValueError(f"no profile {profile!r}; there are {', '.join(PROFILES)}")
+        if profile != "nvlink":
+            os.environ["NCCL_P2P_DISABLE"] = "1"  # read by NCCL when its first communicator is made
+        self.profile = profile
+        self.device = rank_device("cuda")
+        torch.cuda.set_device(self.device)
+        self.sms = sms if sms is not None else (CONSUMER_SMS if profile == "consumer" else 0)
+        self.control = initialise(self.device, timeout_s=600)
+        self.rank = dist.get_rank() if self.control is not None else 0
+        self.ranks = dist.get_world_size() if self.control is not None else 1
+        self._context: Any = None
+
+    @contextmanager
+    def compute(self) -> Iterator[None]:
+        """The profile's compute stream is current inside."""
+        if not self.sms:
+            yield
+            return
+        if self._context is None:
+            from torch.cuda.green_contexts import GreenContext
+
+            self._context = GreenContext.create(num_sms=self.sms, device_id=self.device.index)
+        stream = self._context.Stream()
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.synchronize()
+
+    def barrier(self) -> None:
+        torch.cuda.synchronize()
+        if self.control is not None:
+            dist.barrier(self.control)
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def time(self, work: Callable[[], Any], repeats: int = 10, warm_up: int = 3) -> float:
+        """Median milliseconds of `work` on the current stream, all ranks starting together."""
+        taken = []
+        for index in range(repeats + warm_up):
+            self.barrier()
+            torch.cuda._sleep(LEAD_CYCLES)
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            work()
+            end.record()
+            torch.cuda.synchronize()
+            if index >= warm_up:
+                taken.append(begin.elapsed_time(end))
+        return median(taken)
+
+    def describe(self) -> dict[str, Any]:
+        """Date, machine, profile, versions and commit."""
+        return {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "gpus": f"{self.ranks} x {torch.cuda.get_device_name(self.device)}",
+            "profile": self.profile,
+            "compute_sms": self.sms or torch.cuda.get_device_properties(self.device).multi_processor_count,
+            "versions": versions(),
+            "commit": _commit(),
+        }
+
+    def save(self, path: str | None, results: dict[str, Any]) -> None:
+        """Write the results of rank 0, with the description, as JSON."""
+        if path is not None and self.rank == 0:
+            Path(path).write_text(json.dumps({**self.describe(), **results}, indent=1) + "\n", encoding="utf-8")
+
+
+def _commit() -> str | None:
+    if named := os.environ.get("FODIT_COMMIT"):
+        return named
+    found = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
+    return found.stdout.strip() or None

@@ -1,0 +1,58 @@
+"""What fodit finds on this machine, and what of it will not run as fast as it could."""
+
+import os
+
+import torch
+
+from fodit.kernels.gemm import kernels_for
+from fodit.kernels.library import load
+from fodit.report import versions
+
+# Variables that take the overlap away, and how.
+HARMFUL = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": (
+        "1",
+        "puts all streams into one queue: a collective starts only when the product beside it has ended",
+    ),
+    "TORCH_NCCL_ENABLE_TIMING": (
+        "1",
+        "makes every collective record events that serialise it with the compute stream",
+    ),
+    "CUDA_LAUNCH_BLOCKING": ("1", "lets the host wait for every kernel: nothing overlaps"),
+    "NCCL_BLOCKING_WAIT": ("1", "lets the host wait for every collective"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("1", "lets the host wait for every collective"),
+}
+
+
+def harmful_environment() -> list[str]:
+    """A sentence for each environment variable that takes the overlap away."""
+    return [
+        f"{name}={value} {consequence}; unset it"
+        for name, (value, consequence) in HARMFUL.items()
+        if os.environ.get(name) == value
+    ]
+
+
+def doctor() -> str:
+    """Devices, versions, kernels, and every reason why something would fall back, as text.
+
+    >>> print(fodit.doctor())
+    """
+    lines = [", ".join(f"{name} {version}" for name, version in versions().items() if version)]
+    count = torch.cuda.device_count()
+    found = load()
+    lines.append(f"kernels: {found if isinstance(found, str) else f'{found.path} ({found.build_info})'}")
+    if not count:
+        lines.append("no CUDA device: products and collectives run in torch with gloo, for tests")
+    for index in range(count):
+        kernels = kernels_for(torch.device("cuda", index))
+        name = f"cuda:{index} {torch.cuda.get_device_name(index)}"
+        if isinstance(kernels, str):
+            lines.append(f"{name}: products run in torch, slab by slab, because {kernels}")
+        else:
+            lines.append(f"{name}: {kernels[0].family.name.lower()} kernels {', '.join(k.name for k in kernels)}")
+    if count > 1:
+        linked = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
+        lines.append("peer access between the GPUs" if linked else "no peer access: NCCL goes through host memory")
+    lines += [f"warning: {text}" for text in harmful_environment()]
+    return "\n".join(lines)

@@ -1,0 +1,115 @@
+"""The signaling product as a torch custom op, and the choice of a kernel for it."""
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from fodit.kernels.library import ABI, Family, Gemm, Kernel, Library, load
+
+DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+ACTIVATIONS = {"none": 0, "gelu-tanh": 1}
+
+
+@torch.library.custom_op("fodit::signaling_gemm", mutates_args=("out", "counters", "ticket"))
+def signaling_gemm(
+    a: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    out: torch.Tensor,
+    program: torch.Tensor,
+    counters: torch.Tensor,
+    ticket: torch.Tensor,
+    kernel: int,
+    act: int,
+    sms: int,
+) -> None:
+    """`out[...] = act(a @ weight.T + bias)`, tile by tile as the program says, on the current stream.
+
+    `counters[s]` rises by one for every tile of slab s, after the tile's stores are visible to other streams. The
+    kernel waits for nothing but its own operands: whatever waits for it cannot make it wait.
+
+    Args:
+        a: [M, K] bf16 or fp16, rows contiguous.
+        weights: up to four [N_i, K] of the same dtype.
+        biases: [N_i] or None each.
+        out: flat buffer.
+        program: int32 [tiles, 12] on the device; see `fodit.plan.tiles`.
+        counters: int32 [slabs], zero before.
+        ticket: int32 [1], zero before and after.
+        kernel: index into the library's kernels.
+        act: 0 none, 1 gelu-tanh.
+        sms: at most this many SMs; 0 takes all of the stream's.
+
+    Raises:
+        KernelError: with the call's name and arguments.
+    """
+    arguments = Gemm(abi=ABI, dtype=DTYPES[a.dtype], act=act, kernel=kernel, sms=sms, tiles=program.shape[0])
+    arguments.m, arguments.k, arguments.lda = a.shape[0], a.shape[1], a.stride(0)
+    arguments.a, arguments.out, arguments.program = a.data_ptr(), out.data_ptr(), program.data_ptr()
+    arguments.counters, arguments.ticket = counters.data_ptr(), ticket.data_ptr()
+    arguments.weights = len(weights)
+    for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        arguments.n[index], arguments.ldw[index] = weight.shape[0], weight.stride(0)
+        arguments.w[index] = weight.data_ptr()
+        arguments.bias[index] = bias.data_ptr() if bias is not None else None
+    library().gemm(arguments, torch.cuda.current_stream(a.device).cuda_stream)
+
+
+@signaling_gemm.register_fake
+def _(a, weights, biases, out, program, counters, ticket, kernel, act, sms) -> None:  # type: ignore[no-untyped-def]
+    return None
+
+
+def library() -> Library:
+    found = load()
+    assert isinstance(found, Library), found
+    return found
+
+
+@lru_cache(maxsize=64)
+def kernels_for(device: torch.device) -> tuple[Kernel, ...] | str:
+    """The library's kernels that run on a device, best family first, or the reason why none does.
+
+    `FODIT_KERNEL=ampere` or `hopper` keeps one family, `FODIT_KERNEL=torch` none.
+    """
+    wanted = os.environ.get("FODIT_KERNEL", "")
+    if wanted == "torch":
+        return "FODIT_KERNEL=torch"
+    if wanted not in ("", "ampere", "hopper"):
+        return f"FODIT_KERNEL={wanted} is none of ampere, hopper, torch"
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    found = load()
+    if isinstance(found, str):
+        return found
+    major, minor = torch.cuda.get_device_capability(device)
+    arch = 10 * major + minor
+    fitting = [one for one in found.kernels if one.min_arch <= arch <= one.max_arch]
+    if wanted:
+        fitting = [one for one in fitting if one.family == Family[wanted.upper()]]
+    if not fitting:
+        return f"{found.path} has no {wanted or 'kernel'} for compute capability {major}.{minor} ({found.build_info})"
+    best = max(one.family for one in fitting)
+    return tuple(one for one in fitting if one.family == best)
+
+
+def refusal(a: torch.Tensor, weights: Sequence[torch.Tensor]) -> str | None:
+    """Why no kernel takes these operands, or None."""
+    found = kernels_for(a.device)
+    if isinstance(found, str):
+        return found
+    if a.dtype not in DTYPES:
+        return f"the dtype is {a.dtype}, kernels take bfloat16 and float16"
+    if len(weights) > 4:
+        return f"{len(weights)} weights, kernels take 4"
+    if a.shape[0] == 0:
+        return "there are no rows"
+    for name, matrix in (("a", a), *(("a weight", weight) for weight in weights)):
+        if matrix.shape[1] % 8 or matrix.stride(1) != 1 or matrix.stride(0) % 8 or matrix.data_ptr() % 16:
+            return (
+                f"{name} {tuple(matrix.shape)} with strides {matrix.stride()}: kernels take contiguous rows, K and "
+                "the row stride multiples of 8, 16-byte aligned"
+            )
+    return None

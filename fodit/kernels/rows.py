@@ -1,0 +1,243 @@
+"""Row operations: everything that happens to a token between the matrix products, one pass over memory each.
+
+Every operation has one formula, in eager torch: the CPU's implementation and the reference. On a GPU a Triton kernel
+computes the same. Arithmetic is fp32 inside, values are rounded only where they are stored. (fp64 tensors are
+computed in fp64 by the formula, anywhere.)
+
+Rows are tokens: [batch, tokens, C] outside attention, [tokens, batch, heads, dim] where heads are exchanged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cos, sin: [tokens, dim], each angle twice, for pairs (0, 1), (2, 3), ...
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """The vectors that shift, scale and gate rows, as a transformer computes them from the timestep.
+
+    Attributes:
+        vectors: [batch, 1 or tokens, n, C], for a whole sequence or for each token.
+        table: [n, C] that is added to them in fp32, or None.
+        first: `vectors[:, :, first]` is the shift, the next one the scale, the next the gate.
+        text: so many tokens at the front take the three vectors that follow these instead.
+    """
+
+    vectors: torch.Tensor
+    table: torch.Tensor | None = None
+    first: int = 0
+    text: int = 0
+
+    def shift(self, tokens: int) -> torch.Tensor:
+        """[batch, 1 or tokens, C]"""
+        return self._vector(0, tokens)
+
+    def scale(self, tokens: int) -> torch.Tensor:
+        return self._vector(1, tokens)
+
+    def gate(self, tokens: int) -> torch.Tensor:
+        return self._vector(2, tokens)
+
+    def _vector(self, which: int, tokens: int) -> torch.Tensor:
+        def of(index: int) -> torch.Tensor:
+            found = wide(self.vectors[:, :, index])
+            return found if self.table is None else found + self.table[index]
+
+        video = of(self.first + which)
+        if not self.text:
+            return video
+        text = of(self.first + 3 + which)
+        return torch.cat([text.expand(-1, self.text, -1), video.expand(-1, tokens - self.text, -1)], dim=1)
+
+
+def normalise(x: torch.Tensor, norm: nn.LayerNorm, modulation: Modulation | None = None) -> torch.Tensor:
+    """Layer norm of each row, modulated::
+
+        norm(x) * (1 + scale) + shift
+
+    Args:
+        x: [batch, tokens, C].
+        norm: its weight, bias and eps are used.
+    """
+    if (triton := _triton(x)) is not None:
+        return triton.rows(x, None, norm, None, modulation)[1]
+    return _normalised(wide(x), norm, modulation).to(x.dtype)
+
+
+def add(x: torch.Tensor, y: torch.Tensor, gate: Modulation | None = None) -> torch.Tensor:
+    """`x + gate * y`, or `x + y`: [batch, tokens, C]."""
+    if (triton := _triton(x)) is not None:
+        return triton.rows(x, y, None, gate, None)[0]
+    return _added(x, y, gate).to(x.dtype)
+
+
+def add_normalise(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    norm: nn.LayerNorm,
+    gate: Modulation | None = None,
+    modulation: Modulation | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new residual stream and what the next product takes, in one pass::
+
+        total = x + gate * y
+        return total, norm(total) * (1 + scale) + shift
+
+    Args:
+        x, y: [batch, tokens, C]; any strides, each row contiguous.
+        norm: its weight, bias and eps are used.
+        gate: its gate is taken; None adds y as it is.
+        modulation: its shift and scale are taken.
+    """
+    if (triton := _triton(x)) is not None:
+        return triton.rows(x, y, norm, gate, modulation)
+    total = _added(x, y, gate)
+    return total.to(x.dtype), _normalised(total, norm, modulation).to(x.dtype)
+
+
+def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`gelu(x @ weight.T + bias)` with the tanh form of GELU; on a GPU in the product's own epilogue (cuBLASLt).
+
+    Args:
+        x: [..., K]. weight: [N, K]. bias: [N] or None.
+    """
+    if x.is_cuda and bias is not None:
+        rows = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+        return rows.view(*x.shape[:-1], -1)
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
+def squares(sent: torch.Tensor, widths: Sequence[int], rows: int) -> torch.Tensor:
+    """Sums of squares of each row's q and k over all heads: [rows, 2] in fp32.
+
+    Args:
+        sent: flat; one behind the other, for each width, a matrix [rows, 3 (q, k, v), width].
+    """
+    if (triton := _triton(sent)) is not None:
+        return triton.squares(sent, widths, rows)
+    parts = sent.split([3 * rows * width for width in widths])
+    qk = [wide(part.view(rows, 3, -1)[:, :2]).square().sum(dim=-1) for part in parts]
+    return torch.stack(qk).sum(dim=0)
+
+
+def arrive_rms(
+    raw: torch.Tensor,
+    totals: torch.Tensor,
+    norms: tuple[nn.RMSNorm, nn.RMSNorm],
+    heads: tuple[int, int],
+    rotary: Rotary | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k of some heads, RMS-normalised over all heads of the model, then rotated.
+
+    Args:
+        raw: [tokens, batch, 3, heads, dim] as the projections gave it; q and k may be overwritten.
+        totals: [tokens, batch, 2] in fp32, from `squares`.
+        norms: of q and k, over all heads together.
+        heads: which of the model's heads these are.
+
+    Returns:
+        q and k, each [tokens, batch, heads, dim].
+    """
+    dim = raw.shape[-1]
+    weights = [None if norm.weight is None else norm.weight[heads[0] * dim : heads[1] * dim] for norm in norms]
+    eps = [norm.eps if norm.eps is not None else torch.finfo(raw.dtype).eps for norm in norms]
+    width = norms[0].normalized_shape[0]
+    if (triton := _triton_heads(raw)) is not None:
+        return triton.arrive(raw, "rms", weights, (None, None), eps, rotary, 0, totals, width)
+
+    def one(which: int) -> torch.Tensor:
+        scale = torch.rsqrt(totals[..., which] / width + eps[which])[..., None, None]
+        heads = wide(raw[:, :, which]) * scale
+        if (weight := weights[which]) is not None:
+            heads = heads * weight.view(-1, dim)
+        return _rotated(heads, rotary, 0).to(raw.dtype)
+
+    return one(0), one(1)
+
+
+def arrive_layer_norm(
+    raw: torch.Tensor, norms: tuple[nn.LayerNorm | None, nn.LayerNorm | None], rotary: Rotary | None, text: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k, layer norm over each head, then rotated except for the first `text` tokens.
+
+    Args and returns as in `arrive_rms`; `norms` are over one head, None leaves q or k as it is.
+    """
+    plain = nn.LayerNorm(raw.shape[-1], elementwise_affine=False) if None in norms else None
+    q_norm, k_norm = (norm if norm is not None else plain for norm in norms)
+    if (triton := _triton_heads(raw)) is not None and (norms[0] is None) == (norms[1] is None):
+        form = "none" if norms[0] is None else "layer"
+        weights, biases = (q_norm.weight, k_norm.weight), (q_norm.bias, k_norm.bias)
+        return triton.arrive(raw, form, weights, biases, (q_norm.eps, k_norm.eps), rotary, text, None, 1)
+
+    def one(which: int) -> torch.Tensor:
+        heads = wide(raw[:, :, which])
+        if (norm := norms[which]) is not None:
+            heads = _normalised(heads, norm, None)
+        return _rotated(heads, rotary, text).to(raw.dtype)
+
+    return one(0), one(1)
+
+
+def why_eager(device: torch.device) -> str | None:
+    """Why row operations on this device run in eager torch; None where kernels do."""
+    if device.type != "cuda":
+        return f"there are no row kernels for {device.type}"
+    found = _load_triton()
+    return found if isinstance(found, str) else None
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In the type of the arithmetic."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _added(x: torch.Tensor, y: torch.Tensor, gate: Modulation | None) -> torch.Tensor:
+    return wide(x) + (wide(y) if gate is None else wide(y) * gate.gate(x.shape[1]))
+
+
+def _normalised(x: torch.Tensor, norm: nn.LayerNorm, modulation: Modulation | None) -> torch.Tensor:
+    weight, bias = (None if one is None else one.to(x.dtype) for one in (norm.weight, norm.bias))
+    normed = F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
+    if modulation is None:
+        return normed
+    return normed * (1 + modulation.scale(x.shape[1])) + modulation.shift(x.shape[1])
+
+
+def _rotated(heads: torch.Tensor, rotary: Rotary | None, text: int) -> torch.Tensor:
+    """RoPE on [tokens, batch, heads, dim] after the first `text` tokens."""
+    if rotary is None:
+        return heads
+    cos, sin = (table.to(heads)[:, None, None] for table in rotary)
+    video = heads[text:]
+    even, odd = video.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([-odd, even], dim=-1).flatten(-2)
+    return torch.cat([heads[:text], video * cos + turned * sin])
+
+
+def _triton(x: torch.Tensor) -> ModuleType | None:
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return None
+    found = _load_triton()
+    return None if isinstance(found, str) else found
+
+
+def _triton_heads(raw: torch.Tensor) -> ModuleType | None:
+    dim = raw.shape[-1]
+    return _triton(raw) if dim & (dim - 1) == 0 and raw.is_contiguous() else None
+
+
+@cache
+def _load_triton() -> ModuleType | str:
+    """The kernels, or why there are none. Triton is imported when the first CUDA tensor comes."""
+    try:
+        from fodit.kernels import rows_triton
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    return rows_triton

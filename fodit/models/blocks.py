@@ -1,0 +1,165 @@
+"""Transformer blocks whose element-wise chains are row operations of `fodit.kernels.rows`, one pass over memory each.
+
+A hook takes the place of a block's forward. Attention and the projections stay modules that are called, so adapters,
+quantised weights and processors keep working; only norms, modulations, gates, residuals and the GELU are computed
+here. Where a block is not built as expected its own forward runs, and `reasons` says why.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.hooks import ModelHook
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from diffusers.models.normalization import CogVideoXLayerNormZero, FP32LayerNorm
+from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import nn
+
+from fodit.kernels import rows
+from fodit.kernels.rows import Modulation
+from fodit.models.ulysses import is_plain_linear, is_watched, joined
+
+
+class FusedBlock(ModelHook):
+    """On a block: the fused forward. Register it before other hooks of the block, so that theirs surround it.
+
+    Attributes:
+        reasons: why a block's own forward ran, or a part of it was not fused, in calls so far.
+    """
+
+    block: type[nn.Module]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: set[str] = set()
+
+    def _applies(self, block: Any) -> bool:
+        inner = getattr(self.fn_ref.original_forward, "__func__", None)
+        if type(block) is not self.block:
+            reason: str | None = f"the block is a {type(block).__name__}"
+        elif inner is not self.block.forward:
+            reason = "the block's forward was replaced or has hooks from before attach()"
+        else:
+            reason = self._unexpected(block)
+        if reason is not None:
+            self.reasons.add(f"block not fused: {reason}")
+        return reason is None
+
+    def _unexpected(self, block: Any) -> str | None:
+        """What about the parts of the block stands in the way of computing them here."""
+        raise NotImplementedError
+
+    def _feed_forward(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+        """`module(x)` with bias and GELU in the first product's epilogue, if it is a plain product."""
+        if type(module) is not FeedForward or is_watched(module):
+            self.reasons.add(f"GELU not fused: the feed-forward is a {type(module).__name__} or has hooks")
+            return module(x)
+        first, *rest = module.net
+        if type(first) is not GELU or first.approximate != "tanh" or is_watched(first):
+            self.reasons.add(f"GELU not fused: the activation is {type(first).__name__} or has hooks")
+            x = first(x)
+        elif not is_plain_linear(first.proj):
+            self.reasons.add(f"GELU not fused: its projection is a {type(first.proj).__name__} or has hooks")
+            x = first(x)
+        else:
+            x = rows.linear_gelu(x, first.proj.weight, first.proj.bias)
+        for one in rest:
+            x = one(x)
+        return x
+
+
+class FusedWanBlock(FusedBlock):
+    block = WanTransformerBlock
+
+    def new_forward(
+        self,
+        module: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        rotary_emb: Any,
+    ) -> torch.Tensor:
+        """[batch, tokens, C] → the same. temb [batch, 6, C], or [batch, tokens, 6, C] with a timestep per token."""
+        if not self._applies(module):
+            return self.fn_ref.original_forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
+        vectors, table = temb if temb.ndim == 4 else temb.unsqueeze(1), module.scale_shift_table[0]
+        attention, mlp = Modulation(vectors, table), Modulation(vectors, table, first=3)
+
+        normed = rows.normalise(hidden_states, module.norm1, attention)
+        attended = module.attn1(normed, None, None, rotary_emb)
+        if isinstance(module.norm2, nn.Identity):
+            hidden_states = normed = rows.add(hidden_states, attended, gate=attention)
+        else:
+            hidden_states, normed = rows.add_normalise(hidden_states, attended, module.norm2, gate=attention)
+        attended = module.attn2(normed, encoder_hidden_states, None, None)
+        hidden_states, normed = rows.add_normalise(hidden_states, attended, module.norm3, modulation=mlp)
+        return rows.add(hidden_states, self._feed_forward(module.ffn, normed), gate=mlp)
+
+    def _unexpected(self, block: Any) -> str | None:
+        return _unexpected_norm(
+            {
+                "norm1": (block.norm1, (FP32LayerNorm,)),
+                "norm2": (block.norm2, (FP32LayerNorm, nn.Identity)),
+                "norm3": (block.norm3, (FP32LayerNorm,)),
+            }
+        )
+
+
+class FusedCogVideoXBlock(FusedBlock):
+    """Text and video stay one joint tensor, of which the block's inputs and outputs are views."""
+
+    block = CogVideoXBlock
+
+    def new_forward(
+        self,
+        module: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        image_rotary_emb: Any = None,
+        attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """video [batch, tokens, C], text [batch, text, C], temb [batch, time_embed_dim] → video, text."""
+        if not self._applies(module):
+            return self.fn_ref.original_forward(
+                hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
+            )
+        text = encoder_hidden_states.shape[1]
+        joint = joined(encoder_hidden_states, hidden_states)
+        attention, mlp = _modulation(module.norm1, temb, text), _modulation(module.norm2, temb, text)
+
+        normed = rows.normalise(joint, module.norm1.norm, attention)
+        video_part, text_part = module.attn1(
+            hidden_states=normed[:, text:],
+            encoder_hidden_states=normed[:, :text],
+            image_rotary_emb=image_rotary_emb,
+            **(attention_kwargs or {}),
+        )
+        attended = joined(text_part, video_part)
+        joint, normed = rows.add_normalise(joint, attended, module.norm2.norm, gate=attention, modulation=mlp)
+        joint = rows.add(joint, self._feed_forward(module.ff, normed), gate=mlp)
+        return joint[:, text:], joint[:, :text]
+
+    def _unexpected(self, block: Any) -> str | None:
+        for name in ("norm1", "norm2"):
+            outer = getattr(block, name)
+            if (reason := _unexpected_norm({name: (outer, (CogVideoXLayerNormZero,))})) is not None:
+                return reason
+            if (reason := _unexpected_norm({f"{name}.norm": (outer.norm, (nn.LayerNorm,))})) is not None:
+                return reason
+        return None
+
+
+def _modulation(norm: CogVideoXLayerNormZero, temb: torch.Tensor, text: int) -> Modulation:
+    vectors = norm.linear(norm.silu(temb))
+    return Modulation(vectors.view(vectors.shape[0], 1, 6, -1), text=text)
+
+
+def _unexpected_norm(found: dict[str, tuple[nn.Module, tuple[type, ...]]]) -> str | None:
+    for name, (module, kinds) in found.items():
+        if type(module) not in kinds:
+            return f"{name} is a {type(module).__name__}, not a {kinds[0].__name__}"
+        if is_watched(module):
+            return f"{name} has hooks"
+    return None

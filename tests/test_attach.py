@@ -1,0 +1,176 @@
+"""attach() and detach() on bare transformers."""
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, CogVideoXTransformer3DModel, FirstBlockCacheConfig, WanTransformer3DModel
+from torch import nn
+
+from fodit.models import attach
+from fodit.parallel import ParallelConfig, ProcessGroups, initialise
+
+CPU = torch.device("cpu")
+
+
+def groups(**degrees):
+    control = initialise(CPU, 60)
+    world = control.size() if control is not None else 1
+    return ProcessGroups(ParallelConfig(**degrees).resolve(world, 4), CPU)
+
+
+def wan():
+    torch.manual_seed(0)
+    return WanTransformer3DModel(
+        num_attention_heads=4, attention_head_dim=12, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=2
+    ).eval()
+
+
+def cogvideox():
+    torch.manual_seed(0)
+    return CogVideoXTransformer3DModel(
+        num_attention_heads=4, attention_head_dim=8, text_embed_dim=16, num_layers=2, sample_width=8, sample_height=8,
+        sample_frames=5, max_text_seq_length=6, time_embed_dim=16,
+    ).eval()  # fmt: skip
+
+
+def inputs(transformer):
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    if isinstance(transformer, WanTransformer3DModel):
+        latents, text, times = draw(1, 16, 2, 8, 10), draw(1, 7, 16), torch.tensor([500])
+    else:
+        latents, text, times = draw(2, 2, 16, 8, 8), draw(2, 6, 16), torch.tensor([500, 500])
+    return {"hidden_states": latents, "timestep": times, "encoder_hidden_states": text}
+
+
+def snapshot(transformer):
+    """Everything attach() may touch: processors, forwards and hooks of every module."""
+    return {
+        name: (
+            getattr(module, "processor", None),
+            getattr(module.forward, "__func__", module.forward),
+            tuple(module._diffusers_hook.hooks) if hasattr(module, "_diffusers_hook") else (),
+            module._forward_hooks.copy(),
+            tuple((key, parameter.data_ptr()) for key, parameter in module.named_parameters(recurse=False)),
+        )
+        for name, module in transformer.named_modules()
+    }
+
+
+def attach_and_detach(make):
+    transformer = make()
+    given = inputs(transformer)
+    with torch.no_grad():
+        wanted = transformer(**given).sample
+        before = snapshot(transformer)
+        attachment = attach(transformer, groups(cfg=1))
+        assert snapshot(transformer) != before
+        attached = transformer(**given).sample
+        as_tuple = transformer(**given, return_dict=False)[0]
+        assert torch.equal(attached, as_tuple)
+        attachment.detach()
+        attachment.detach()
+        assert snapshot(transformer) == before
+        assert torch.equal(transformer(**given).sample, wanted)
+    return float((attached - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("make", [wan, cogvideox])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_detach_gives_the_untouched_transformer_back(pool, make, ranks):
+    assert max(pool.run(ranks, attach_and_detach, make)) < 1e-5
+
+
+def with_own_projection(make):
+    """A projection that is not a plain Linear, as a LoRA adapter makes it."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.down, self.up = base, nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    transformer = make()
+    for module in transformer.modules():
+        if hasattr(module, "to_q"):
+            module.to_q = Adapted(module.to_q)
+    given = inputs(transformer)
+    with torch.no_grad():
+        wanted = transformer(**given).sample
+        attachment = attach(transformer, groups(cfg=1))
+        attached = transformer(**given).sample
+    return float((attached - wanted).norm() / wanted.norm()), attachment.notes
+
+
+@pytest.mark.parametrize("make", [wan, cogvideox])
+def test_other_projections_are_right_and_said(pool, make):
+    for error, notes in pool.run(2, with_own_projection, make):
+        assert error < 1e-5
+        assert any("to_q is a Adapted" in note for note in notes)
+
+
+def test_a_changed_weight_counts():
+    """Fused LoRA weights, for example: nothing of a weight is kept at attach()."""
+    transformer = cogvideox()
+    given = inputs(transformer)
+    with torch.no_grad():
+        attachment = attach(transformer, groups(cfg=1))
+        transformer(**given)
+        transformer.transformer_blocks[0].attn1.to_q.weight.data = torch.randn(32, 32)
+        attached = transformer(**given).sample
+        attachment.detach()
+        assert torch.allclose(transformer(**given).sample, attached, atol=1e-5)
+
+
+def test_refusals():
+    with pytest.raises(TypeError, match="cannot run a AutoencoderKLWan; supported are CogVideoXTr"):
+        attach(AutoencoderKLWan(base_dim=4, num_res_blocks=1), groups())
+    transformer = wan()
+    attachment = attach(transformer, groups())
+    with pytest.raises(ValueError, match="attached already: call detach"):
+        attach(transformer, groups())
+    attachment.detach()
+    with pytest.raises(ValueError, match="4 heads on 1 ranks allow head_groups 1 to 4, got 5"):
+        attach(transformer, groups(), head_groups=5)
+    attach(transformer, groups(), head_groups=4).detach()
+
+
+def refusals_on_ranks():
+    found = []
+
+    def failing(change, **degrees):
+        transformer = wan()
+        try:
+            attachment = attach(transformer, groups(**degrees))
+            change(transformer, attachment)
+            with torch.no_grad():
+                transformer(**inputs(transformer))
+        except (RuntimeError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    failing(lambda transformer, _: transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1)), cfg=1)
+    failing(lambda transformer, _: transformer.blocks[1].attn1.set_processor(None), cfg=1)
+    failing(lambda *_: None, cfg=2)
+    transformer = wan()
+    attach(transformer, groups(cfg=1))
+    try:
+        transformer(**inputs(transformer))
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+def test_refusals_on_ranks(pool):
+    for cache, processor, guided, training in pool.run(2, refusals_on_ranks):
+        assert "a step cache is enabled" in cache and "disable_cache()" in cache
+        assert "processor was replaced by NoneType after attach()" in processor
+        assert "cfg=2 with Wan needs guided=" in guided
+        assert "only runs inference" in training
+
+
+def test_training_on_one_process_is_refused_too():
+    transformer = wan()
+    attach(transformer, groups())
+    with pytest.raises(RuntimeError, match="only runs inference"):
+        transformer(**inputs(transformer))

@@ -1,0 +1,209 @@
+"""Bad input gives one clear error on every rank, and a failure on one rank ends the others."""
+
+import os
+import shutil
+import time
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from ranks import enter_rank, free_port
+from test_parity import CALL, SIZES, load
+
+from fodit import FoCogVideoXPipeline, FoWanPipeline, ParallelConfig
+from fodit.agreement import RankError, digest
+from fodit.pipelines import base
+
+
+def refused(folder, kind, arguments, call):
+    """Loading or the call must fail; weights must not have been loaded if loading did."""
+    loaded = []
+    original = base._place
+    base._place = lambda *args: loaded.append(original(*args))
+    try:
+        pipe = load(folder, kind, **arguments)
+        assert not call or loaded
+        pipe(**CALL | SIZES[kind] | call)
+    finally:
+        base._place = original
+        if not call:
+            assert not loaded, "the weights were loaded first"
+
+
+@pytest.mark.parametrize(
+    "kind, arguments, words",
+    [
+        ("wan2.1", {"parallel": ParallelConfig(cfg=2, ulysses=2)}, "What fits: cfg=1, ulysses=2 or cfg=2, ulysses=1"),
+        ("wan2.1", {"device": "cuda"}, "sees no CUDA device"),
+        ("wan2.1", {"device_map": "balanced"}, "device_map does not go with fodit"),
+        ("wan2.1", {"output_rank": 1}, "output_rank must be 0"),
+        ("wan2.1", {"offload": "disk"}, "offload must be 'model', 'sequential' or None"),
+    ],
+)
+def test_bad_arguments_on_every_rank(pool, tiny, kind, arguments, words):
+    for error in pool.errors(2, refused, tiny(kind), kind, arguments, {}):
+        assert words in error
+
+
+@pytest.mark.parametrize(
+    "kind, call, words",
+    [
+        ("cogvideox-rope", {"height": 52}, "have to be divisible by 8"),
+        ("cogvideox-rope", {"height": 56, "width": 80}, "divisible by 16 for this model, got 56 x 80; 48 x 80 would"),
+        ("wan2.1", {"width": 72}, "divisible by 16"),
+        ("wan2.1", {"num_frames": 0}, "num_frames must be a whole number >= 1, got 0"),
+        ("cogvideox-rope", {"num_frames": -3}, "num_frames must be a whole number >= 1, got -3"),
+        ("wan2.1", {"prompt": None}, "Provide either `prompt` or `prompt_embeds`"),
+        ("wan2.1", {"no_such": 1}, "unexpected keyword argument 'no_such'"),
+    ],
+)
+def test_bad_call_on_every_rank(pool, tiny, kind, call, words):
+    for error in pool.errors(2, refused, tiny(kind), kind, {}, call):
+        assert words in error
+
+
+def test_wrong_class(tiny):
+    with pytest.raises(ValueError, match="is a WanPipeline checkpoint, FoCogVideoXPipeline loads CogVideoXPipeline"):
+        FoCogVideoXPipeline.from_pretrained(tiny("wan2.1"))
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no model_index\.json"):
+        FoWanPipeline.from_pretrained(tmp_path)
+
+
+def test_other_transformer(tiny, tmp_path):
+    folder = shutil.copytree(tiny("wan2.1"), tmp_path / "other")
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace("WanTransformer3DModel", "WanVACETransformer3DModel"))
+    with pytest.raises(TypeError, match="is a WanVACETransformer3DModel; fodit runs CogVideoXTransformer3DModel, Wan"):
+        FoWanPipeline.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_truncated_weights(pool, tiny, tmp_path, ranks):
+    folder = shutil.copytree(tiny("wan2.1"), tmp_path / "short")
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    whole = weights.read_bytes()
+    for keep in (len(whole) - 1, 100, 3):
+        weights.write_bytes(whole[:keep])
+        for error in pool.errors(ranks, refused, str(folder), "wan2.1", {}, {}):
+            assert f"{weights} is truncated: it has {keep} bytes and should have" in error
+    weights.write_bytes(bytes(8) + whole[8:])
+    for error in pool.errors(ranks, refused, str(folder), "wan2.1", {}, {}):
+        assert f"{weights} is no safetensors file" in error
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_missing_weights(pool, tiny, tmp_path, ranks):
+    folder = shutil.copytree(tiny("wan2.1"), tmp_path / "missing")
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    for error in pool.errors(ranks, refused, str(folder), "wan2.1", {}, {}):
+        assert "diffusion_pytorch_model" in error and "transformer" in error
+
+
+def test_a_file_missing_on_one_rank(pool, tiny, tmp_path):
+    root = tmp_path / "rank1"
+    folder = shutil.copytree(tiny("wan2.1"), root)
+    (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    shutil.copytree(tiny("wan2.1"), tmp_path / "rank0")
+
+    first, second = pool.errors(2, one_folder_per_rank, str(tmp_path))
+    assert "RankError: loading failed on other ranks; rank 1: OSError" in first
+    assert "OSError" in second and "vae" in second
+
+
+def one_folder_per_rank(root):
+    os.chdir(f"{root}/rank{os.environ['RANK']}")
+    load(".", "wan2.1")
+
+
+def disagree(folder, what):
+    rank = int(os.environ["RANK"])
+    if what == "overlap":
+        load(folder, "wan2.1", overlap=rank == 0)
+    pipe = load(folder, "wan2.1")
+    different = {
+        "prompt": {"prompt": f"a boat {rank}"},
+        "generator": {"generator": torch.Generator().manual_seed(rank)},
+        "num_frames": {"num_frames": 5 + 4 * rank},
+        "prompt_embeds": {"prompt": None, "prompt_embeds": torch.full((1, 512, 32), float(rank))},
+    }
+    pipe(**CALL | SIZES["wan2.1"] | {"negative_prompt": None} | different[what])
+
+
+@pytest.mark.parametrize("what", ["overlap", "prompt", "generator", "num_frames", "prompt_embeds"])
+def test_ranks_that_disagree(pool, tiny, what):
+    for error in pool.errors(2, disagree, tiny("wan2.1"), what):
+        where = "from_pretrained" if what == "overlap" else "this call"
+        assert f"the ranks disagree on the arguments of {where}" in error
+        assert f"{what} is " in error and " on rank 0, " in error and " on rank 1" in error
+
+
+def test_digest_tells_values_apart():
+    values = [
+        None,
+        0,
+        0.0,
+        "0",
+        [0],
+        [0, 0],
+        {"a": 0},
+        {"b": 0},
+        "x" * 300,
+        "x" * 300 + "y",
+        torch.zeros(2),
+        torch.zeros(2, dtype=torch.bfloat16),
+        torch.ones(2),
+        torch.zeros(3),
+        torch.Generator().manual_seed(0),
+        torch.Generator().manual_seed(1),
+        len,
+        print,
+    ]
+    assert len({digest(value) for value in values}) == len(values)
+    used = torch.Generator().manual_seed(0)
+    torch.randn(1, generator=used)
+    assert digest(used) != digest(torch.Generator().manual_seed(0))
+
+
+def fail_in_step_2(rank, port, folder, how, queue):
+    enter_rank(rank, 2, port)
+    torch.set_num_threads(1)
+    pipe = load(folder, "wan2.1", parallel=ParallelConfig(timeout_s=30))
+    began = time.monotonic()
+
+    def callback(_pipe, index, _timestep, tensors):
+        if rank == 1 and index == 1:
+            if how == "raise":
+                raise ValueError("no more paint")
+            os._exit(9)
+        return tensors
+
+    try:
+        pipe(callback_on_step_end=callback, **CALL | SIZES["wan2.1"])
+    except Exception as error:  # noqa: BLE001 - the parent judges it
+        queue.put((rank, type(error).__name__, str(error), time.monotonic() - began))
+
+
+@pytest.mark.parametrize(
+    "how, words", [("raise", "rank 1 failed: ValueError: no more paint"), ("die", "probably killed")]
+)
+def test_a_rank_that_fails_ends_the_others(tiny, how, words):
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    port = free_port()
+    arguments = (port, tiny("wan2.1"), how, queue)
+    processes = [context.Process(target=fail_in_step_2, args=(rank, *arguments)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert not process.is_alive(), "a rank hangs"
+    found = {}
+    while not queue.empty():
+        rank, *rest = queue.get()
+        found[rank] = rest
+    kind, text, seconds = found[0]
+    assert kind == RankError.__name__ and words in text and seconds < 30
+    assert (1 in found) == (how == "raise")
