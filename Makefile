@@ -40,7 +40,7 @@ demo: $(INSTALLED) $(TINY)/model_index.json
 	CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
 	    $(BIN)/torchrun --standalone --nproc-per-node 2 \
 	    demos/text_to_video.py --model $(TINY) --prompt "A paper boat sails down a rainy street" \
-	    --height 64 --width 96 --num-frames 9 --steps 4 --seed 0 \
+	    --height 64 --width 96 --num-frames 9 --steps 4 --seed 0 --ulysses 2 \
 	    --output $(OUT)/video.mp4 --report $(OUT)/report.json
 	@echo
 	@echo "video:  $(CURDIR)/$(OUT)/video.mp4"

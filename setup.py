@@ -12,7 +12,8 @@ from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
 # Loaded as a file: the package itself imports torch, which a build does not need.
-_spec = importlib.util.spec_from_file_location("build_kernels", Path(__file__).parent / "fodit" / "kernels" / "build.py")
+_file = Path(__file__).parent / "fodit" / "kernels" / "build.py"
+_spec = importlib.util.spec_from_file_location("build_kernels", _file)
 kernels = importlib.util.module_from_spec(_spec)
 sys.modules["build_kernels"] = kernels
 _spec.loader.exec_module(kernels)

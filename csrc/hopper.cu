@@ -97,7 +97,8 @@ constexpr Launch kLaunch[][2] = {FODIT_HOPPER_KERNELS(FODIT_LAUNCH)};
 extern "C" const FoditKernel fodit_hopper_kernels[] = {FODIT_HOPPER_KERNELS(FODIT_DESCRIBE)};
 extern "C" const int fodit_hopper_kernel_count = sizeof(fodit_hopper_kernels) / sizeof(FoditKernel);
 
-extern "C" int fodit_hopper_gemm(const FoditGemm* args, const FoditKernel* kernel, void* stream, char* err, int errlen) {
+extern "C" int fodit_hopper_gemm(const FoditGemm* args, const FoditKernel* kernel, void* stream, char* err,
+                                 int errlen) {
   const auto& by_dtype = fodit::kLaunch[kernel - fodit_hopper_kernels];
   return by_dtype[args->dtype](*args, static_cast<cudaStream_t>(stream), err, errlen);
 }

@@ -7,8 +7,9 @@
 //   consumers   two warpgroups, each with half of the tile's rows in registers: wgmma, then the epilogue
 //   signaler    waits until both have stored their half, then raises the slab's counter
 //
-// The consumers do not wait for each other. While one is in its epilogue the other has the tensor cores for
-// itself, so that after the first tile epilogues run behind main loops. The signaler's fence costs them nothing.
+// A consumer rounds its finished tile into spare registers and goes on with the next; the stores follow a part at a
+// time behind the wgmmas of that tile's first stages, the two consumers taking turns. The tensor cores pause only
+// for the rounding. The signaler's fence costs the consumers nothing.
 //
 // No role ever waits for communication or for another kernel, only for other roles of its own cluster. A launch
 // that gets fewer SMs than it asked for, or gets them late, is slower and not stuck.
@@ -18,21 +19,14 @@
 #pragma once
 #include <climits>
 
-#include <cuda.h>
-#include <cuda_runtime.h>
-
-#include <cute/tensor.hpp>
 #include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/atom/mma_atom.hpp>
-#include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
-#include <cutlass/numeric_types.h>
 
-#include "tile_program.cuh"
+#include "hopper_config.cuh"
+#include "hopper_epilogue.cuh"
 
 namespace fodit {
 namespace {
@@ -40,69 +34,10 @@ namespace {
 using cutlass::arch::ClusterBarrier;
 using cutlass::arch::ClusterTransactionBarrier;
 
-constexpr int kBlockK = 64;       // one row of a stage is 128 bytes, the widest swizzle
-constexpr int kConsumers = 2;     // warpgroups
-constexpr int kThreads = 128 * (1 + kConsumers);
-constexpr int kConsumerWarps = 4 * kConsumers;
-constexpr int kSlots = 2;         // tiles in flight between the roles
-#ifndef PER
-#define PER 1
-#endif
-constexpr int kStagesPerPart = PER;
-#ifdef HALF
-constexpr int kPartRows = 8;
-#else
-constexpr int kPartRows = 16;
-#endif
-#ifndef STAGGER
-#define STAGGER 0
-#endif
+constexpr int kStagesPerPart = 2;  // between two stores of one consumer; the other's fall between them
 constexpr int kTileWords = sizeof(FoditTile) / 4;
 constexpr int kRowsWord = 2, kWeightWord = 4, kSlabWord = 5;
 constexpr int kSlotReaders = kConsumerWarps + 2;  // of one block: consumers, loader, signaler
-
-struct Params {
-  CUtensorMap a, w[FODIT_MAX_WEIGHTS];
-  const void* bias[FODIT_MAX_WEIGHTS];
-  void* out;
-  const FoditTile* program;
-  int32_t* counters;
-  int32_t* ticket;
-  int32_t tiles, k_blocks, act;
-};
-
-template <class Element_, int TileM_, int TileN_, int Stages_, int Cluster_>
-struct Config {
-  using Element = Element_;                                              // as in memory
-  using MmaElement = std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
-  static constexpr int TileM = TileM_, TileN = TileN_, Stages = Stages_, Cluster = Cluster_;
-  static constexpr int StageBytes = (TileM + TileN) * kBlockK * sizeof(Element);
-  static constexpr int BoxW = TileN / Cluster;                           // rows of W in one TMA load
-  static constexpr int Packed = TileM * TileN / (256 * kConsumers);      // 4-byte registers of a rounded tile
-  static constexpr int Parts = Packed / kPartRows;                              // in which it is stored
-  static constexpr auto K = cute::GMMA::Major::K;
-  using Mma = decltype(cute::make_tiled_mma(
-      cute::GMMA::ss_op_selector<MmaElement, MmaElement, float,
-                                 cute::Shape<cute::Int<64>, cute::Int<TileN>, cute::Int<kBlockK>>, K, K>(),
-      cute::Layout<cute::Shape<cute::Int<kConsumers>, cute::_1, cute::_1>>{}));
-  using Swizzle = cute::GMMA::Layout_K_SW128_Atom<MmaElement>;
-  using LayoutA = decltype(cute::tile_to_shape(
-      Swizzle{}, cute::Shape<cute::Int<TileM>, cute::Int<kBlockK>, cute::Int<Stages>>{}));
-  using LayoutW = decltype(cute::tile_to_shape(
-      Swizzle{}, cute::Shape<cute::Int<TileN>, cute::Int<kBlockK>, cute::Int<Stages>>{}));
-  static_assert(TileM % (64 * kConsumers) == 0 && TileN % 64 == 0 && TileM <= 256 && TileN <= 256);
-};
-
-template <class C>
-struct Shared {
-  alignas(1024) typename C::MmaElement a[C::Stages][C::TileM * kBlockK];
-  alignas(1024) typename C::MmaElement w[C::Stages][C::TileN * kBlockK];
-  alignas(16) float bias[kConsumers][2][C::TileN];  // double buffered, so that one barrier a tile is enough
-  alignas(128) uint8_t staging[kConsumerWarps][16 * 128];
-  alignas(16) FoditTile ring[kSlots][C::Cluster];   // the tiles of the whole cluster, in both blocks
-  alignas(8) uint64_t stage_full[C::Stages], stage_free[C::Stages];
-  uint64_t slot_full[kSlots], slot_free[kSlots], stored[kSlots];
-};
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return cute::cast_smem_ptr_to_uint(p); }
 
@@ -120,12 +55,17 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
 
 // At the same barrier of another block of the cluster, or of this one. It orders shared-memory reads alone, which
 // have happened by then; release.cluster would make the thread wait for its global stores too.
+template <class C>
 __device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t block) {
-  asm volatile(
-      "{ .reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(shared_address(barrier)), "r"(block)
-      : "memory");
+  if constexpr (C::Cluster == 1) {
+    arrive(barrier);
+  } else {
+    asm volatile(
+        "{ .reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(shared_address(barrier)), "r"(block)
+        : "memory");
+  }
 }
 
 // Walks a ring of N barriers: index, and the parity that its next completed phase will have.
@@ -174,13 +114,18 @@ __device__ void run_scheduler(Shared<C>& s, const Params& p) {
       if (index >= p.tiles && field == kRowsWord) word = 0;
       if (index >= p.tiles && field == kSlabWord) word = -1;
     }
-    for (uint32_t block = 0; block < C::Cluster; ++block) {
-      if (lane == 0) {
-        ClusterTransactionBarrier::arrive_and_expect_tx(&s.slot_full[slot.index], sizeof(s.ring[0]), block, 1);
-      }
-      if (lane < C::Cluster * kTileWords) {
-        const uint32_t to = shared_address(s.ring[slot.index]) + 4 * lane;
-        cute::store_shared_remote(word, to, shared_address(&s.slot_full[slot.index]), block);
+    uint64_t* full = &s.slot_full[slot.index];
+    int* to = reinterpret_cast<int*>(s.ring[slot.index]);
+    if constexpr (C::Cluster == 1) {
+      if (lane < kTileWords) to[lane] = word;
+      __syncwarp();
+      if (lane == 0) arrive(full);
+    } else {
+      for (uint32_t block = 0; block < C::Cluster; ++block) {
+        if (lane == 0) ClusterTransactionBarrier::arrive_and_expect_tx(full, sizeof(s.ring[0]), block, 1);
+        if (lane < C::Cluster * kTileWords) {
+          cute::store_shared_remote(word, shared_address(to + lane), shared_address(full), block);
+        }
       }
     }
     if (done) break;
@@ -216,7 +161,7 @@ __device__ void run_loader(Shared<C>& s, const Params& p, uint32_t rank) {
         }
       }
     }
-    arrive_at(&s.slot_free[slot.index], 0);
+    arrive_at<C>(&s.slot_free[slot.index], 0);
   }
 }
 
@@ -226,91 +171,11 @@ __device__ void run_signaler(Shared<C>& s, const Params& p, uint32_t rank) {
   for (Cursor<kSlots> slot; next_tile<C>(s, slot); slot.advance()) {
     wait(&s.stored[slot.index], slot.phase);
     raise_signal(p.counters, s.ring[slot.index][rank].slab);
-    arrive_at(&s.slot_free[slot.index], 0);
+    arrive_at<C>(&s.slot_free[slot.index], 0);
   }
 }
 
-// Stores the first `count` of eight elements where 16-byte stores do not fit; `pairs`: 4-byte stores do.
-__device__ __forceinline__ void store_some(uint16_t* to, uint4 v, int count, bool pairs) {
-  const uint32_t two[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (pairs && 2 * i + 1 < count) {
-      reinterpret_cast<uint32_t*>(to)[i] = two[i];
-    } else {
-      if (2 * i < count) to[2 * i] = uint16_t(two[i]);
-      if (2 * i + 1 < count) to[2 * i + 1] = uint16_t(two[i] >> 16);
-    }
-  }
-}
-
-// Adds the bias, activates and rounds: acc[2i], acc[2i + 1] are neighbours in a row and become packed[i].
-template <class C, int Act, class Accumulators>
-__device__ __forceinline__ void pack_tile(uint32_t (&packed)[C::Packed], const Accumulators& acc, const float* bias) {
-  const int column = threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < C::Packed; i += 2) {
-    // packed[i] and packed[i + 1] lie in the same eight columns, in the upper and the lower eight rows.
-    const float2 b = *reinterpret_cast<const float2*>(bias + i % (C::TileN / 4) * 4 + column);
-    float x[4] = {acc[2 * i] + b.x, acc[2 * i + 1] + b.y, acc[2 * i + 2] + b.x, acc[2 * i + 3] + b.y};
-    if (Act == FODIT_ACT_GELU_TANH) gelu_tanh4(x);
-    packed[i] = pack2<typename C::Element>(x[0], x[1]);
-    packed[i + 1] = pack2<typename C::Element>(x[2], x[3]);
-  }
-}
-
-// Stores ROWS rows of 64 columns of each warp. They pass through shared memory of the warp's own, so that whole
-// 128-byte lines leave.
-template <class C, int Part>
-__device__ __forceinline__ void store_part(const uint32_t (&packed)[C::Packed], const FoditTile& tile, uint8_t* staging,
-                                           void* out, int group) {
-  constexpr int kSquare = Part * kPartRows / 16, kHalf = Part * kPartRows % 16 / 8;
-  constexpr int kBlock = kSquare / (C::TileN / 64), kColumn = kSquare % (C::TileN / 64) * 64;
-  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  // A row of the staging area is eight chunks of 16 bytes, permuted by the row's number against bank conflicts.
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kPartRows / 4; ++i) {
-    const uint32_t* v = packed + kSquare * 16;
-    if (kPartRows == 16) {
-      const int in_row = lane % 16, in_chunk = 2 * i + lane / 16;
-      uint8_t* to = staging + in_row * 128 + (in_chunk ^ in_row % 8) * 16;
-      cute::SM90_U32x4_STSM_N::copy(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3], *reinterpret_cast<cute::uint128_t*>(to));
-    } else {
-      const int in_row = lane % 8, in_chunk = 4 * i + lane / 8;
-      uint8_t* to = staging + in_row * 128 + (in_chunk ^ in_row) * 16;
-      v += 8 * i + kHalf;
-      cute::SM90_U32x4_STSM_N::copy(v[0], v[2], v[4], v[6], *reinterpret_cast<cute::uint128_t*>(to));
-    }
-  }
-  __syncwarp();
-
-  const int row = lane / 8, chunk = lane % 8, column = kColumn + chunk * 8;
-  uint4 v[kPartRows / 4];
-#pragma unroll
-  for (int i = 0; i < kPartRows; i += 4) {
-    v[i / 4] = *reinterpret_cast<const uint4*>(staging + (i + row) * 128 + (chunk ^ (i + row) % 8) * 16);
-  }
-  const int64_t ld = tile.ld, offset = tile.offset;
-  const int misaligned = (reinterpret_cast<uintptr_t>(out) / 2 | offset | ld) & 7;
-  const int m = (kBlock * kConsumers + group) * 64 + warp * 16 + kHalf * 8 + row;
-  const int rows = column < tile.cols ? tile.rows - m : 0;
-  uint16_t* to = static_cast<uint16_t*>(out) + offset + m * ld + column;
-  if (misaligned == 0 && tile.cols % 8 == 0) {
-#pragma unroll
-    for (int i = 0; i < kPartRows; i += 4) {
-      if (i < rows) *reinterpret_cast<uint4*>(to + i * ld) = v[i / 4];
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPartRows; i += 4) {
-      if (i < rows) store_some(to + i * ld, v[i / 4], tile.cols - column, misaligned % 2 == 0);
-    }
-  }
-}
-
-// One warpgroup. A tile is stored during the main loop of the next one, a part behind each of its first stages: the
-// tensor cores pause only while the accumulators are rounded.
+// One warpgroup. A tile's signal comes at most Parts x kStagesPerPart stages after its last product.
 template <class C>
 __device__ void run_consumer(Shared<C>& s, const Params& p, uint32_t rank, int group) {
   using namespace cute;
@@ -340,7 +205,7 @@ __device__ void run_consumer(Shared<C>& s, const Params& p, uint32_t rank, int g
   };
   // A stage is free when every consumer warp of the cluster has read it: both blocks' loaders write into it.
   const auto release_stage = [&] {
-    if (reading >= 0 && lane < C::Cluster) arrive_at(&s.stage_free[reading], lane);
+    if (reading >= 0 && lane < C::Cluster) arrive_at<C>(&s.stage_free[reading], lane);
   };
   const auto retire = [&] {
     warpgroup_wait<1>();  // the previous stage's products are done, this stage's go on
@@ -349,17 +214,17 @@ __device__ void run_consumer(Shared<C>& s, const Params& p, uint32_t rank, int g
     reading = stage.index;
     stage.advance();
   };
-  // Of the tile in `slot`, stores the parts that belong behind the stages from `k` up to `end`.
+  // Of the tile in `slot`, stores the parts that fall behind the stages from `k` up to `end` of the next one.
   const auto store_behind = [&](int k, int end, int slot) {
     for_each(make_int_sequence<C::Parts>{}, [&](auto part) {
-      const int at = part * kStagesPerPart + STAGGER * group;
+      const int at = part * kStagesPerPart + group;
       if (k <= at && at < end) {
         store_part<C, part>(packed, s.ring[slot][rank], staging, p.out, group);
         if (part == C::Parts - 1) {
           __syncwarp();
           if (lane == 0) {
             arrive(&s.stored[slot]);
-            arrive_at(&s.slot_free[slot], 0);
+            arrive_at<C>(&s.slot_free[slot], 0);
           }
         }
       }

@@ -50,8 +50,12 @@ const Family families[] = {
 bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 int check_arguments(const FoditGemm& g) {
-  if (g.abi != FODIT_ABI) FAIL("fodit_gemm: the caller's interface is version %d, the library's %d", g.abi, FODIT_ABI);
-  if (g.dtype != FODIT_BF16 && g.dtype != FODIT_FP16) FAIL("fodit_gemm: dtype %d is neither bf16 (0) nor fp16 (1)", g.dtype);
+  if (g.abi != FODIT_ABI) {
+    FAIL("fodit_gemm: the caller's interface is version %d, the library's %d", g.abi, FODIT_ABI);
+  }
+  if (g.dtype != FODIT_BF16 && g.dtype != FODIT_FP16) {
+    FAIL("fodit_gemm: dtype %d is neither bf16 (0) nor fp16 (1)", g.dtype);
+  }
   if (g.act != FODIT_ACT_NONE && g.act != FODIT_ACT_GELU_TANH) {
     FAIL("fodit_gemm: act %d is neither none (0) nor gelu-tanh (1)", g.act);
   }
@@ -94,7 +98,8 @@ int check_device(const FoditKernel& kernel) {
   const int arch = 10 * major + minor;
   if (arch < kernel.min_arch || arch > kernel.max_arch) {
     FAIL("fodit_gemm: kernel %s runs on compute capability %d.%d to %d.%d, device %d has %d.%d", kernel.name,
-         kernel.min_arch / 10, kernel.min_arch % 10, kernel.max_arch / 10, kernel.max_arch % 10, device, major, minor);
+         kernel.min_arch / 10, kernel.min_arch % 10, kernel.max_arch / 10, kernel.max_arch % 10, device, major,
+         minor);
   }
   return 0;
 }

@@ -4,8 +4,8 @@ import os
 
 import torch
 
+from fodit.kernels.binding import load
 from fodit.kernels.gemm import kernels_for
-from fodit.kernels.library import load
 from fodit.report import versions
 
 # Variables that take the overlap away, and how.

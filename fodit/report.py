@@ -238,9 +238,11 @@ def versions() -> dict[str, str | None]:
     """
     import torch
 
+    import fodit
+
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
     return {
-        "fodit": _installed("fodit"),
+        "fodit": fodit.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "diffusers": _installed("diffusers"),

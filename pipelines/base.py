@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from fodit.agreement import check_same, together
 from fodit.models.attachment import family_of
+from fodit.models.sequence import HeadGroups
 from fodit.parallel import ParallelConfig, initialise, rank_device, world_size
 from fodit.pipelines.checkpoint import TRANSFORMERS, fewest_heads
 from fodit.pipelines.session import Session
@@ -44,6 +45,7 @@ class FoPipeline(DiffusionPipeline):
         output_rank: int | None = None,
         device: str | torch.device | None = None,
         offload: Offload | None = None,
+        head_groups: HeadGroups = None,
         **kwargs: Any,
     ) -> Any:
         """diffusers' `from_pretrained`, with the weights on this rank's device.
@@ -56,6 +58,8 @@ class FoPipeline(DiffusionPipeline):
             device: "cpu" or "cuda"; by default the GPU of the local rank if there are any.
             offload: "model" or "sequential" keeps weights in host memory until they are used (diffusers'
                 `enable_model_cpu_offload` and `enable_sequential_cpu_offload`).
+            head_groups: parts in which attention heads are exchanged between ranks, a number or their relative sizes,
+                such as (1, 3, 3, 1); None chooses.
             kwargs: diffusers' own arguments, such as `torch_dtype`.
 
         Raises:
@@ -71,14 +75,15 @@ class FoPipeline(DiffusionPipeline):
         placed = rank_device(device)
         control = initialise(placed, parallel.timeout_s)
         shown = {"pretrained_model_name_or_path": str(pretrained_model_name_or_path), "parallel": str(parallel)}
-        check_same(control, "from_pretrained", {**shown, "overlap": overlap, "output_rank": output_rank, **kwargs})
+        same = {"overlap": overlap, "output_rank": output_rank, "head_groups": head_groups}
+        check_same(control, "from_pretrained", {**shown, **same, **kwargs})
         with together(control, "reading the checkpoint's configuration"):
             heads = fewest_heads(cls, pretrained_model_name_or_path, kwargs)
             parallel = parallel.resolve(world_size(), heads)
         with together(control, "loading"), _bars_on_rank_0():
             pipe = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
             _place(pipe, placed, offload)
-        pipe._session = Session(parallel, placed, control, overlap, output_rank)
+        pipe._session = Session(parallel, placed, control, overlap, output_rank, head_groups)
         return pipe
 
     def parallelize(
@@ -89,6 +94,7 @@ class FoPipeline(DiffusionPipeline):
         output_rank: int | None = None,
         device: str | torch.device | None = None,
         offload: Offload | None = None,
+        head_groups: HeadGroups = None,
     ) -> "FoPipeline":
         """The same for a pipeline made from components: choose the degrees, place the weights. Returns the pipeline.
 
@@ -104,12 +110,11 @@ class FoPipeline(DiffusionPipeline):
             family_of(type(one))
         control = initialise(placed, parallel.timeout_s)
         parallel = parallel.resolve(world_size(), min(one.config.num_attention_heads for one in models))
-        check_same(
-            control, "parallelize", {"parallel": str(parallel), "overlap": overlap, "output_rank": output_rank}
-        )
+        same = {"overlap": overlap, "output_rank": output_rank, "head_groups": head_groups}
+        check_same(control, "parallelize", {"parallel": str(parallel), **same})
         with together(control, "placing the weights"):
             _place(self, placed, offload)
-        self._session = Session(parallel, placed, control, overlap, output_rank)
+        self._session = Session(parallel, placed, control, overlap, output_rank, head_groups)
         return self
 
     @property

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fodit.agreement import check_same, everyone, spread_failure
 from fodit.doctor import harmful_environment
 from fodit.models import Attachment, attach
+from fodit.models.sequence import HeadGroups
 from fodit.parallel import ParallelConfig, ProcessGroups
 from fodit.pipelines.checkpoint import TRANSFORMERS
 from fodit.report import Call, Model, Parallel, RankReport, Report, versions
@@ -28,6 +29,7 @@ class Session:
         control: gloo group of all ranks, None for one process.
         overlap: let communication run beside computation.
         output_rank: 0 if only rank 0 needs the frames, None for all.
+        head_groups: of the exchange, see `fodit.models.attach`.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class Session:
         control: dist.ProcessGroup | None,
         overlap: bool,
         output_rank: int | None,
+        head_groups: HeadGroups = None,
     ) -> None:
         self.device, self.control, self.overlap, self.output_rank = device, control, overlap, output_rank
         self.timeline = Timeline(device)
         self.groups = ProcessGroups(parallel, device, self.timeline, overlap)
+        self.head_groups = head_groups
         self.attachments: dict[str, Attachment] = {}
         self.warnings = harmful_environment() if device.type == "cuda" and self.groups.size > 1 else []
         for text in self.warnings:
@@ -67,7 +71,10 @@ class Session:
                 present = None
             if transformer is not None and present is None:
                 self.attachments[name] = attach(
-                    transformer, self.groups, guided=lambda: pipe.guidance_scale > 1
+                    transformer,
+                    self.groups,
+                    guided=lambda: pipe.guidance_scale > 1,
+                    head_groups=self.head_groups,
                 )
 
     def detach(self) -> None:

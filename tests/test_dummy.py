@@ -119,9 +119,7 @@ def test_buffers_and_types_are_those_of_a_loaded_model(name, small, tmp_path):
         constructed.save_pretrained(tmp_path / role)
         loaded = cls.from_pretrained(tmp_path / role, torch_dtype=torch.bfloat16)
         ours = getattr(built, role)
-        assert {k: v.dtype for k, v in parameters(ours).items()} == {
-            k: v.dtype for k, v in parameters(loaded).items()
-        }
+        assert {k: v.dtype for k, v in parameters(ours).items()} == {k: v.dtype for k, v in parameters(loaded).items()}
         assert not ours.training
         buffers = dict(constructed.named_buffers())
         assert buffers.keys() == dict(ours.named_buffers()).keys()

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fodit
 from fodit.doctor import harmful_environment
 from fodit.kernels import build, gemm
-from fodit.kernels.library import ABI, Family, Gemm, Kernel, KernelError, Library, load
+from fodit.kernels.binding import ABI, Family, Gemm, Kernel, KernelError, Library, load
 from fodit.ops.executor import choose_kernel
 from fodit.plan import all_reduce_plan
 

@@ -24,7 +24,7 @@ def load(folder, kind, **kwargs):
 
 def generate(folder, kind, parallel=None, overlap=True, head_groups=None, **call):
     """What one rank does; returns its frames and the number of steps its report has."""
-    pipe = load(folder, kind, parallel=ParallelConfig(**(parallel or {})), overlap=overlap)
+    pipe = load(folder, kind, parallel=ParallelConfig(**(parallel or {})), overlap=overlap, head_groups=head_groups)
     generator = torch.Generator().manual_seed(5)
     frames = pipe(generator=generator, **CALL | SIZES[kind] | call).frames
     assert pipe.report is not None
@@ -69,3 +69,9 @@ def test_ranks(pool, tiny, plain, kind, ranks, cfg, overlap):
     results = pool.run(ranks, generate, tiny(kind), kind, {"cfg": cfg}, overlap)
     check(results, plain(kind), ranks)
     assert results[0][2] == []
+
+
+@pytest.mark.parametrize("head_groups", [1, 2, (1, 2)])
+@pytest.mark.parametrize("kind", ["cogvideox-sincos", "wan2.1"])
+def test_head_groups(pool, tiny, plain, kind, head_groups):
+    check(pool.run(2, generate, tiny(kind), kind, {"cfg": 1}, True, head_groups), plain(kind), 2)

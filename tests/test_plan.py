@@ -10,6 +10,7 @@ from fodit.plan import (
     UlyssesLayout,
     all_reduce_plan,
     reduce_scatter_plan,
+    share_sizes,
     split_ranges,
     split_sizes,
     tile_program,
@@ -51,6 +52,19 @@ def test_split(total, parts):
     assert split_ranges(total, parts)[-1][1] == total
 
 
+@given(st.integers(1, 200), st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_shares(total, shares):
+    if len(shares) > total:
+        with pytest.raises(ValueError, match="in proportion"):
+            share_sizes(total, shares)
+        return
+    sizes = share_sizes(total, shares)
+    assert sum(sizes) == total and min(sizes) >= 1 and len(sizes) == len(shares)
+    if total % sum(shares) == 0:
+        assert list(sizes) == [total // sum(shares) * share for share in shares]
+    assert share_sizes(total, (1,) * len(shares)) == split_sizes(total, len(shares))
+
+
 @given(st.integers(1, 500), st.integers(1, 12), st.sampled_from([1, 3, 128]))
 def test_slab_rows_align(rows, slabs, align):
     sizes = slab_rows(rows, slabs, align)
@@ -82,19 +96,22 @@ def test_reduce_scatter(rows, width, size, slabs, align):
         assert received[: len(wanted)] == wanted and not any(received[len(wanted) :])
 
 
-layouts = st.tuples(ranks, st.integers(1, 20), st.integers(1, 3), st.integers(1, 10), st.integers(1, 3)).flatmap(
-    lambda t: st.integers(1, max(1, (t[3] + t[0] - 1) // t[0])).map(
-        lambda groups: (t[0], t[1], t[2], t[3] + t[0] - 1, t[4], groups)
-    )
-)
+@st.composite
+def layouts(draw):
+    """Ranks, tokens, batch, heads, head dim and head groups, even or by shares."""
+    size, heads = draw(ranks), draw(st.integers(1, 10))
+    heads += size - 1
+    groups = draw(st.integers(1, heads // size))
+    shares = draw(st.sampled_from([groups, tuple(draw(st.integers(1, 5)) for _ in range(groups))]))
+    return size, draw(st.integers(1, 20)), draw(st.integers(1, 3)), heads, draw(st.integers(1, 3)), shares
 
 
 @settings(deadline=None)
-@given(layouts)
+@given(layouts())
 def test_all_to_all(args):
-    size, tokens, batch, heads, dim, groups = args
-    layout = [UlyssesLayout(r, size, tokens, batch, heads, dim, groups) for r in range(size)]
-    plans = [one.projection_plan for one in layout]
+    size, tokens, batch, heads, dim, shares = args
+    layout = [UlyssesLayout(r, size, tokens, batch, heads, dim, shares) for r in range(size)]
+    plans, groups = [one.projection_plan for one in layout], layout[0].groups
     buffers = []
     for one, plan in zip(layout, plans, strict=True):
         if plan.rows == 0:
@@ -133,13 +150,14 @@ def test_all_to_all(args):
 
 
 @settings(deadline=None)
-@given(layouts, st.sampled_from([1, 3, 8]), st.sampled_from([1, 2, 5]), st.integers(1, 4))
+@given(layouts(), st.sampled_from([1, 3, 8]), st.sampled_from([1, 2, 5]), st.integers(1, 4))
 def test_tile_program(args, tile_m, tile_n, band):
-    size, tokens, batch, heads, dim, groups = args
+    size, tokens, batch, heads, dim, shares = args
+    layout = UlyssesLayout(0, size, tokens, batch, heads, dim, shares)
     plans = [
-        UlyssesLayout(0, size, tokens, batch, heads, dim, groups).projection_plan,
-        all_reduce_plan(tokens, heads, size, groups),
-        reduce_scatter_plan(tokens, heads, size, groups),
+        layout.projection_plan,
+        all_reduce_plan(tokens, heads, size, layout.groups),
+        reduce_scatter_plan(tokens, heads, size, layout.groups),
     ]
     for plan in plans:
         program = tile_program(plan, tile_m, tile_n, band)
@@ -172,7 +190,8 @@ def test_large_offsets_keep_64_bits():
     "make, words",
     [
         (lambda: UlyssesLayout(0, 8, 10, 1, 3, 16), "ulysses <= 3"),
-        (lambda: UlyssesLayout(0, 2, 10, 1, 5, 16, 3), "1 to 2 head groups"),
+        (lambda: UlyssesLayout(0, 2, 10, 1, 5, 16, 3), "1 to 2 head groups, got 3"),
+        (lambda: UlyssesLayout(0, 2, 10, 1, 5, 16, (1, 0)), r"1 to 2 head groups, got \(1, 0\)"),
         (lambda: all_reduce_plan(0, 4, 2), "rows >= 1"),
         (lambda: reduce_scatter_plan(4, 4, 2, [1, 2]), "add up to 2"),
         (lambda: all_reduce_plan(4, 4, 2, slabs=0), "at least one slab"),

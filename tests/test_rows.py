@@ -69,6 +69,12 @@ def test_text_rows_take_their_own_vectors(text):
     close(normed, norm(x + gate * y) * (1 + scale) + shift)
 
 
+def test_gate_and_modulation_must_agree_on_the_text():
+    x, y, vectors, _ = operands()
+    with pytest.raises(ValueError, match="2 text tokens, the modulation for 3"):
+        rows.add_normalise(x, y, layer_norm(False), Modulation(vectors, text=2), Modulation(vectors, text=3))
+
+
 def test_values_are_rounded_only_where_they_are_stored():
     x, y, vectors, table = operands(dtype=torch.bfloat16)
     norm, modulation = layer_norm(True), Modulation(vectors, table)
@@ -98,12 +104,16 @@ def test_rms_norm_over_all_heads_on_arrival_of_some(turned):
     projected = torch.randn(TOKENS, BATCH, 3, heads * dim)
     widths = [3 * dim, 2 * dim]
     sent = [part.flatten() for part in projected.split(widths, dim=-1)]
-    totals = rows.squares(torch.cat(sent), widths, TOKENS * BATCH).view(TOKENS, BATCH, 2)
+    totals = rows.squares_of_slabs(torch.cat(sent), widths, TOKENS * BATCH).view(TOKENS, BATCH, 2)
     close(totals, projected[:, :, :2].square().sum(-1))
+    query, key, _ = projected.unflatten(-1, (heads, dim)).unbind(2)
+    close(rows.squares(query, key), totals)
 
     tables = rotary(TOKENS, dim) if turned else None
     raw = sent[1].view(TOKENS, BATCH, 3, 2, dim)
-    for got, norm, which in zip(rows.arrive_rms(raw, totals, norms, (3, 5), tables), norms, (0, 1), strict=True):
+    for got, norm, which in zip(
+        rows.arrive_rms(raw[:, :, 0], raw[:, :, 1], totals, norms, (3, 5), tables), norms, (0, 1), strict=True
+    ):
         wanted = norm(projected[:, :, which])[..., 3 * dim :].unflatten(-1, (2, dim))
         close(got, _turn(wanted, tables))
 
@@ -123,7 +133,7 @@ def test_layer_norm_over_each_head_on_arrival(normed, turned, text):
     norms = (layer_norm(True, dim), layer_norm(True, dim)) if normed else (None, None)
     tables = rotary(TOKENS - text, dim) if turned else None
     raw = torch.randn(TOKENS, BATCH, 3, heads, dim)
-    for which, got in enumerate(rows.arrive_layer_norm(raw, norms, tables, text)):
+    for which, got in enumerate(rows.arrive_layer_norm(raw[:, :, 0], raw[:, :, 1], norms, tables, text)):
         wanted = raw[:, :, which] if norms[which] is None else norms[which](raw[:, :, which])
         close(got, torch.cat([wanted[:text], _turn(wanted[text:], tables)]))
 

@@ -23,7 +23,7 @@ def main() -> None:
         command.add_argument("--save", help="write the results to this JSON file")
     given = parser.parse_args()
     setting = Setting(given.profile, given.sms)
-    setting.save(given.save, given.run(setting, given))
+    given.run(setting, given)
     setting.barrier()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -53,18 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=15)
 
 
-def run(setting: Setting, given: argparse.Namespace) -> dict[str, Any]:
+def run(setting: Setting, given: argparse.Namespace) -> None:
+    """Measure, and save what is measured after each operation and shape."""
     shapes = [tuple(int(n) for n in one.split(",")) for one in given.shapes.split("/")] if given.shapes else SHAPES
     comm = Communicator(dist.group.WORLD, setting.device)
     kernels = kernels_for(setting.device)
     setting.say(f"{setting.profile}: {kernels if isinstance(kernels, str) else ', '.join(k.name for k in kernels)}")
     setting.say(f"{'M, N, K':>20} {'op':<15}" + "".join(f"{name:>11}" for name in COLUMNS) + f"{'fraction':>10}  plan")
-    rows = []
+    rows: list[dict[str, Any]] = []
     with setting.compute():
         for op in given.ops.split(","):
             for shape in shapes:
                 row = _measure(setting, comm, op, shape, given)
                 rows.append(row)
+                setting.save(given.save, {"rows": rows, "fallbacks": sorted(comm.fallbacks)})
                 times = "".join(f"{row[name]:11.3f}" if row.get(name) else f"{'-':>11}" for name in COLUMNS)
                 plan = "serial" if row["plan"] is None else "{} slabs, {} SMs left".format(*row["plan"])
                 setting.say(f"{shape!s:>20} {op:<15}{times}{row['fraction']:10.3f}  {plan}")
@@ -76,7 +78,6 @@ def run(setting: Setting, given: argparse.Namespace) -> dict[str, Any]:
             f"over decomposed {_mean(mine, 'decomposed', 'fodit'):.3f}, "
             f"over serial {_mean(mine, 'serial', 'fodit'):.3f}, kernel / cuBLAS {_mean(mine, 'gemm', 'kernel'):.3f}"
         )
-    return {"rows": rows, "fallbacks": sorted(comm.fallbacks)}
 
 
 def _mean(rows: list[dict[str, Any]], above: str, below: str) -> float:
@@ -110,7 +111,7 @@ def _measure(
     best, plan = row["serial"], None
     for slabs in (int(one) for one in given.slabs.split(",")):
         for reserve in (int(one) for one in given.reserve.split(",")):
-            comm.gemm_sms = max(_sms(setting) - reserve, 1) if reserve else 0
+            comm.gemm_sms = max(_sms(setting) - reserve, 1)
             case.check(case.fodit(slabs), wanted)
             taken = time(partial(case.fodit, slabs))
             row[f"fodit_{slabs}_{reserve}"] = taken

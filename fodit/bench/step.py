@@ -24,14 +24,16 @@ WORST_ERROR = 0.1  # relative, of bf16 runs with different summation orders; a w
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=f"one of {', '.join(dummy.MODELS)}")
     parser.add_argument("--steps", type=int, default=3, help="denoising steps; the first is not counted (default: 3)")
+    parser.add_argument("--ways", default="", help="only ways with one of these comma-separated texts in their names")
+    parser.add_argument("--head-groups", help="a number, or relative sizes such as 1,3,3,1 (default: chosen)")
     parser.add_argument("--layers", type=int, help="shorten the transformer to this many layers")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--num-frames", type=int)
 
 
-def run(setting: Setting, given: argparse.Namespace) -> dict[str, Any]:
-    """Measure; returns the results for the file."""
+def run(setting: Setting, given: argparse.Namespace) -> None:
+    """Measure, and save what is measured after each way of running."""
     from fodit.pipelines import FoCogVideoXPipeline, FoWanPipeline
 
     dtype = torch.bfloat16
@@ -55,11 +57,16 @@ def run(setting: Setting, given: argparse.Namespace) -> dict[str, Any]:
     floor = _floor(setting, pipe, call, dtype)
     setting.say(f"{given.model}, {call['height']} x {call['width']} x {call['num_frames']}, {setting.profile}")
     setting.say(f"{'':34}{'s a step':>10}{'/ floor':>9}{'error':>10}{'exposed':>9}{'comm.':>8}")
-    rows, reference = [], None
-    for name, degrees, overlap in _ways(setting, wan):
+    shares = tuple(int(share) for share in given.head_groups.split(",")) if given.head_groups else None
+    head_groups = shares[0] if shares is not None and len(shares) == 1 else shares
+    rows: list[dict[str, Any]] = []
+    reference = None
+    chosen_ways = [way for way in _ways(setting, wan) if any(text in way[0] for text in given.ways.split(","))]
+    for name, degrees, overlap in chosen_ways:
         runner = plain
         if degrees is not None:
-            pipe.parallelize(ParallelConfig(**degrees), overlap=overlap, device=setting.device)
+            groups = head_groups if overlap else None
+            pipe.parallelize(ParallelConfig(**degrees), overlap=overlap, device=setting.device, head_groups=groups)
             runner = pipe
         elif "context parallel" in name:
             from diffusers import ContextParallelConfig
@@ -81,7 +88,9 @@ def run(setting: Setting, given: argparse.Namespace) -> dict[str, Any]:
         rows.append(row)
         timeline = f"{row['exposed_s']:9.3f}{row['communication_s']:8.3f}" if runner is pipe else ""
         setting.say(f"{name:34}{taken:10.3f}{taken / least:9.2f}{error:10.1e}{timeline}")
-    return {"model": given.model, "layers": given.layers, "call": _plain_values(call), "rows": rows}
+        measured = {"model": given.model, "layers": given.layers, "head_groups": given.head_groups}
+        measured |= {"call": _plain_values(call), "rows": rows}
+        setting.save(given.save, measured)
 
 
 def _ways(setting: Setting, wan: bool) -> list[tuple[str, dict[str, int] | None, bool]]:

@@ -3,8 +3,8 @@
     python -m fodit.kernels.build --out DIR
 
 compiles ``csrc/`` into ``DIR/libfodit_kernels.so``: one object file per kernel family, in parallel, then one
-link. The library needs neither torch nor a GPU to build or to load. ``FODIT_CUDA_ARCHS`` names the architectures
-(default ``80,86,89,90a,120``): ``90a`` is the Hopper family, every other one the Ampere family.
+link. The library needs neither torch nor a GPU to build or to load. ``FODIT_CUDA_ARCHS`` names the
+architectures (default ``80,86,89,90a,120``): ``90a`` is the Hopper family, all others the Ampere family.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def requested_archs() -> list[str]:
     return list(dict.fromkeys(archs))
 
 
-def object_commands(
-    source: Path, work: Path, archs: Sequence[str], nvcc: str, cutlass: Path
-) -> dict[Path, list[str]]:
+def object_commands(source: Path, work: Path, archs: Sequence[str], nvcc: str, cutlass: Path) -> dict[Path, list[str]]:
     """The nvcc command of every object file, slowest first."""
     common = [nvcc, *FLAGS, f"-I{cutlass}"]
 
@@ -85,7 +83,7 @@ def object_commands(
 
     hopper, ampere = targets(HOPPER_ARCHS), targets(AMPERE_ARCHS)
     macros = [f"-DFODIT_ARCHS={' '.join(archs)}"]
-    commands = {}
+    commands: dict[Path, list[str]] = {}
     if ampere:
         commands.update([compiled("ampere", "--threads=0", *ampere)])
         macros.append("-DFODIT_WITH_AMPERE")

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from fodit.kernels.library import ABI, Family, Gemm, Kernel, Library, load
+from fodit.kernels.binding import ABI, Family, Gemm, Kernel, Library, load
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 ACTIVATIONS = {"none": 0, "gelu-tanh": 1}
@@ -54,7 +54,7 @@ def signaling_gemm(
         arguments.n[index], arguments.ldw[index] = weight.shape[0], weight.stride(0)
         arguments.w[index] = weight.data_ptr()
         arguments.bias[index] = bias.data_ptr() if bias is not None else None
-    library().gemm(arguments, torch.cuda.current_stream(a.device).cuda_stream)
+    binding().gemm(arguments, torch.cuda.current_stream(a.device).cuda_stream)
 
 
 @signaling_gemm.register_fake
@@ -62,7 +62,7 @@ def _(a, weights, biases, out, program, counters, ticket, kernel, act, sms) -> N
     return None
 
 
-def library() -> Library:
+def binding() -> Library:
     found = load()
     assert isinstance(found, Library), found
     return found

@@ -95,7 +95,14 @@ def add_normalise(
         norm: its weight, bias and eps are used.
         gate: its gate is taken; None adds y as it is.
         modulation: its shift and scale are taken.
+
+    Raises:
+        ValueError: gate and modulation disagree on the number of text tokens.
     """
+    if gate is not None and modulation is not None and gate.text != modulation.text:
+        raise ValueError(
+            f"the gate is for {gate.text} text tokens, the modulation for {modulation.text}: give one number"
+        )
     if (triton := _triton(x)) is not None:
         return triton.rows(x, y, norm, gate, modulation)
     total = _added(x, y, gate)
@@ -114,21 +121,29 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
 
-def squares(sent: torch.Tensor, widths: Sequence[int], rows: int) -> torch.Tensor:
-    """Sums of squares of each row's q and k over all heads: [rows, 2] in fp32.
+def squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Sums of squares over all heads of q and k [tokens, batch, heads, dim]: [tokens, batch, 2] in fp32."""
+    if (triton := _triton_heads(query, key)) is not None:
+        return triton.squares(query, key)
+    return torch.stack([wide(one).square().sum(dim=(-2, -1)) for one in (query, key)], dim=-1)
+
+
+def squares_of_slabs(sent: torch.Tensor, widths: Sequence[int], rows: int) -> torch.Tensor:
+    """The same over all heads that lie in slabs: [rows, 2] in fp32.
 
     Args:
         sent: flat; one behind the other, for each width, a matrix [rows, 3 (q, k, v), width].
     """
     if (triton := _triton(sent)) is not None:
-        return triton.squares(sent, widths, rows)
+        return triton.squares_of_slabs(sent, widths, rows)
     parts = sent.split([3 * rows * width for width in widths])
     qk = [wide(part.view(rows, 3, -1)[:, :2]).square().sum(dim=-1) for part in parts]
     return torch.stack(qk).sum(dim=0)
 
 
 def arrive_rms(
-    raw: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
     totals: torch.Tensor,
     norms: tuple[nn.RMSNorm, nn.RMSNorm],
     heads: tuple[int, int],
@@ -137,7 +152,8 @@ def arrive_rms(
     """q and k of some heads, RMS-normalised over all heads of the model, then rotated.
 
     Args:
-        raw: [tokens, batch, 3, heads, dim] as the projections gave it; q and k may be overwritten.
+        query, key: [tokens, batch, heads, dim] as the projections gave them, each [heads, dim] contiguous; they may
+            be overwritten.
         totals: [tokens, batch, 2] in fp32, from `squares`.
         norms: of q and k, over all heads together.
         heads: which of the model's heads these are.
@@ -145,44 +161,44 @@ def arrive_rms(
     Returns:
         q and k, each [tokens, batch, heads, dim].
     """
-    dim = raw.shape[-1]
+    dim = query.shape[-1]
     weights = [None if norm.weight is None else norm.weight[heads[0] * dim : heads[1] * dim] for norm in norms]
-    eps = [norm.eps if norm.eps is not None else torch.finfo(raw.dtype).eps for norm in norms]
+    eps = [norm.eps if norm.eps is not None else torch.finfo(query.dtype).eps for norm in norms]
     width = norms[0].normalized_shape[0]
-    if (triton := _triton_heads(raw)) is not None:
-        return triton.arrive(raw, "rms", weights, (None, None), eps, rotary, 0, totals, width)
+    if (triton := _triton_heads(query, key)) is not None:
+        return triton.arrive(query, key, "rms", weights, (None, None), eps, rotary, 0, totals, width)
 
-    def one(which: int) -> torch.Tensor:
-        scale = torch.rsqrt(totals[..., which] / width + eps[which])[..., None, None]
-        heads = wide(raw[:, :, which]) * scale
+    def one(x: torch.Tensor, which: int) -> torch.Tensor:
+        normed = wide(x) * torch.rsqrt(totals[..., which] / width + eps[which])[..., None, None]
         if (weight := weights[which]) is not None:
-            heads = heads * weight.view(-1, dim)
-        return _rotated(heads, rotary, 0).to(raw.dtype)
+            normed = normed * weight.view(-1, dim)
+        return _rotated(normed, rotary, 0).to(x.dtype)
 
-    return one(0), one(1)
+    return one(query, 0), one(key, 1)
 
 
 def arrive_layer_norm(
-    raw: torch.Tensor, norms: tuple[nn.LayerNorm | None, nn.LayerNorm | None], rotary: Rotary | None, text: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    norms: tuple[nn.LayerNorm | None, nn.LayerNorm | None],
+    rotary: Rotary | None,
+    text: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k, layer norm over each head, then rotated except for the first `text` tokens.
 
     Args and returns as in `arrive_rms`; `norms` are over one head, None leaves q or k as it is.
     """
-    plain = nn.LayerNorm(raw.shape[-1], elementwise_affine=False) if None in norms else None
-    q_norm, k_norm = (norm if norm is not None else plain for norm in norms)
-    if (triton := _triton_heads(raw)) is not None and (norms[0] is None) == (norms[1] is None):
+    if (triton := _triton_heads(query, key)) is not None and (norms[0] is None) == (norms[1] is None):
         form = "none" if norms[0] is None else "layer"
-        weights, biases = (q_norm.weight, k_norm.weight), (q_norm.bias, k_norm.bias)
-        return triton.arrive(raw, form, weights, biases, (q_norm.eps, k_norm.eps), rotary, text, None, 1)
+        weights, biases = ([getattr(norm, name, None) for norm in norms] for name in ("weight", "bias"))
+        eps = [getattr(norm, "eps", 0.0) for norm in norms]
+        return triton.arrive(query, key, form, weights, biases, eps, rotary, text, None, 1)
 
-    def one(which: int) -> torch.Tensor:
-        heads = wide(raw[:, :, which])
-        if (norm := norms[which]) is not None:
-            heads = _normalised(heads, norm, None)
-        return _rotated(heads, rotary, text).to(raw.dtype)
+    def one(x: torch.Tensor, norm: nn.LayerNorm | None) -> torch.Tensor:
+        normed = wide(x) if norm is None else _normalised(wide(x), norm, None)
+        return _rotated(normed, rotary, text).to(x.dtype)
 
-    return one(0), one(1)
+    return one(query, norms[0]), one(key, norms[1])
 
 
 def why_eager(device: torch.device) -> str | None:
@@ -228,9 +244,10 @@ def _triton(x: torch.Tensor) -> ModuleType | None:
     return None if isinstance(found, str) else found
 
 
-def _triton_heads(raw: torch.Tensor) -> ModuleType | None:
-    dim = raw.shape[-1]
-    return _triton(raw) if dim & (dim - 1) == 0 and raw.is_contiguous() else None
+def _triton_heads(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None:
+    dim = query.shape[-1]
+    fits = dim & (dim - 1) == 0 and query.stride() == key.stride() and query.stride()[2:] == (dim, 1)
+    return _triton(query) if fits else None
 
 
 @cache

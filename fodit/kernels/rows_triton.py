@@ -1,5 +1,7 @@
 """Triton kernels of the row operations in `fodit.kernels.rows`, which holds their formulas and documentation."""
 
+import os
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +12,11 @@ import triton.language as tl
 if TYPE_CHECKING:
     from fodit.kernels.rows import Modulation, Rotary
 
-ROWS = 4  # that one program takes one after the other, with the modulation vectors in registers
+if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+    raise ImportError("Triton needs a C compiler to launch kernels: install gcc or set CC")
+
+ROWS = 16  # that one program takes one after the other, with the modulation vectors in registers
+STAGES = 3  # rows of a program that are on their way from memory at a time
 TILE = 2048  # elements of q, and of k, that one program normalises and rotates
 
 
@@ -28,7 +34,7 @@ def _rows(
     tokens, text, width, eps,
     x_batch, x_token, y_batch, y_token, gate_batch, gate_token, vector_batch, vector_token,
     gate_first, first,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr,
     ADD: tl.constexpr, GATE: tl.constexpr, GATE_TABLE: tl.constexpr,
     NORM: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, MODULATE: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
@@ -46,18 +52,22 @@ def _rows(
     y += batch * y_batch
     gates += batch * gate_batch
     vectors += batch * vector_batch
+    # Affine and modulation together are one factor and one offset.
+    factor = tl.full([BLOCK], 1.0, tl.float32)
+    offset = tl.zeros([BLOCK], tl.float32)
     if WEIGHT:
-        weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
-        biases = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        offset = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     if not PER_TOKEN:
         if GATE:
             gate = _vector(gates, gate_table, gate_first + 2 + other, width, columns, inside, GATE_TABLE)
         if MODULATE:
-            shift = _vector(vectors, table, first + other, width, columns, inside, TABLE)
-            scale = _vector(vectors, table, first + 1 + other, width, columns, inside, TABLE)
+            scale = 1 + _vector(vectors, table, first + 1 + other, width, columns, inside, TABLE)
+            offset = offset * scale + _vector(vectors, table, first + other, width, columns, inside, TABLE)
+            factor *= scale
 
-    for step in range(stop - start):
+    for step in tl.range(stop - start, num_stages=STAGES):
         row = (start + step).to(tl.int64)
         stored = (batch * tokens + row) * width + columns
         value = tl.load(x + row * x_token + columns, mask=inside, other=0.0).to(tl.float32)
@@ -66,7 +76,7 @@ def _rows(
             if GATE:
                 if PER_TOKEN:
                     gate = _vector(
-                        gates + row * gate_token, gate_table, gate_first + 2, width, columns, inside, GATE_TABLE
+                        gates + row * gate_token, gate_table, gate_first + 2 + other, width, columns, inside, GATE_TABLE
                     )
                 added *= gate
             value += added
@@ -74,17 +84,12 @@ def _rows(
         if NORM:
             mean = tl.sum(value, axis=0) / width
             centred = tl.where(inside, value - mean, 0.0)
-            result = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
-            if WEIGHT:
-                result *= weights
-            if BIAS:
-                result += biases
-            if MODULATE:
-                if PER_TOKEN:
-                    mine = vectors + row * vector_token
-                    shift = _vector(mine, table, first, width, columns, inside, TABLE)
-                    scale = _vector(mine, table, first + 1, width, columns, inside, TABLE)
-                result = result * (1 + scale) + shift
+            scaled = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
+            result = scaled * factor + offset
+            if MODULATE and PER_TOKEN:
+                mine = vectors + row * vector_token
+                scale = 1 + _vector(mine, table, first + 1 + other, width, columns, inside, TABLE)
+                result = result * scale + _vector(mine, table, first + other, width, columns, inside, TABLE)
             tl.store(normed + stored, result, mask=inside)
 
 
@@ -97,12 +102,13 @@ def rows(
     *,
     each: int = ROWS,
     warps: int | None = None,
+    stages: int = STAGES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x + gate * y and its modulated layer norm, whichever are wanted; the other one is returned as x."""
     batch, tokens, width = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
+    adds = y is not None
     y = x if y is None else y if y.stride(-1) == 1 else y.contiguous()
-    adds = y is not x
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if adds else x
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if norm is not None else x
     if x.numel() == 0:
@@ -110,23 +116,24 @@ def rows(
     gates, gate_table, *gate_numbers = _arguments(gate, x)
     vectors, table, *numbers = _arguments(modulation, x)
     per_token = any(one is not None and one.vectors.shape[1] > 1 for one in (gate, modulation))
-    text = max((one.text for one in (gate, modulation) if one is not None), default=0)
-    each = 1 if per_token else each
+    text = next((one.text for one in (gate, modulation) if one is not None), 0)
+    each, stages = (1, 1) if per_token else (each, stages)
     weight, bias = (norm.weight, norm.bias) if norm is not None else (None, None)
     block = triton.next_power_of_2(width)
     grid = (triton.cdiv(text, each) + triton.cdiv(tokens - text, each), batch)
-    _rows[grid](
-        x, y, total, normed, x if weight is None else weight, x if bias is None else bias,
-        gates, x if gate_table is None else gate_table, vectors, x if table is None else table,
-        tokens, text, width, norm.eps if norm is not None else 0.0,
-        x.stride(0), x.stride(1), y.stride(0), y.stride(1),
-        gate_numbers[0], gate_numbers[1], numbers[0], numbers[1], gate_numbers[2], numbers[2],
-        ROWS=each, BLOCK=block, PER_TOKEN=per_token,
-        ADD=adds, GATE=gate is not None, GATE_TABLE=gate_table is not None,
-        NORM=norm is not None, WEIGHT=weight is not None, BIAS=bias is not None,
-        MODULATE=modulation is not None, TABLE=table is not None,
-        num_warps=warps or min(max(block // 512, 1), 16),
-    )  # fmt: skip
+    with torch.cuda.device(x.device):
+        _rows[grid](
+            x, y, total, normed, x if weight is None else weight, x if bias is None else bias,
+            gates, x if gate_table is None else gate_table, vectors, x if table is None else table,
+            tokens, text, width, norm.eps if norm is not None else 0.0,
+            x.stride(0), x.stride(1), y.stride(0), y.stride(1),
+            gate_numbers[0], gate_numbers[1], numbers[0], numbers[1], gate_numbers[2], numbers[2],
+            STAGES=stages, ROWS=each, BLOCK=block, PER_TOKEN=per_token,
+            ADD=adds, GATE=gate is not None, GATE_TABLE=gate_table is not None,
+            NORM=norm is not None, WEIGHT=weight is not None, BIAS=bias is not None,
+            MODULATE=modulation is not None, TABLE=table is not None,
+            num_warps=warps or min(max(block // 512, 1), 16),
+        )  # fmt: skip
     return total, normed
 
 
@@ -142,7 +149,31 @@ def _arguments(modulation: "Modulation | None", x: torch.Tensor) -> tuple:
 
 
 @triton.jit
-def _squares(sent, out, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
+def _squares(query, key, out, batch, q_token, q_batch, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    place = (row // batch).to(tl.int64) * q_token + (row % batch).to(tl.int64) * q_batch
+    columns = tl.arange(0, BLOCK)
+    q = tl.load(query + place + columns, mask=columns < width, other=0.0).to(tl.float32)
+    k = tl.load(key + place + columns, mask=columns < width, other=0.0).to(tl.float32)
+    tl.store(out + row * 2, tl.sum(q * q, axis=0))
+    tl.store(out + row * 2 + 1, tl.sum(k * k, axis=0))
+
+
+def squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    tokens, batch, heads, dim = query.shape
+    out = torch.empty(tokens, batch, 2, dtype=torch.float32, device=query.device)
+    block = triton.next_power_of_2(heads * dim)
+    if out.numel():
+        with torch.cuda.device(query.device):
+            _squares[(tokens * batch,)](
+                query, key, out, batch, query.stride(0), query.stride(1), heads * dim,
+                BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+            )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _squares_of_slabs(sent, out, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     query = tl.zeros([BLOCK], tl.float32)
@@ -160,18 +191,21 @@ def _squares(sent, out, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * 2 + 1, tl.sum(key, axis=0))
 
 
-def squares(sent: torch.Tensor, widths: Sequence[int], rows: int) -> torch.Tensor:
+def squares_of_slabs(sent: torch.Tensor, widths: Sequence[int], rows: int) -> torch.Tensor:
     out = torch.empty(rows, 2, dtype=torch.float32, device=sent.device)
     block = triton.next_power_of_2(max(widths))
     if rows:
-        _squares[(rows,)](sent, out, WIDTHS=tuple(widths), BLOCK=block, num_warps=min(max(block // 256, 1), 8))
+        with torch.cuda.device(sent.device):
+            _squares_of_slabs[(rows,)](
+                sent, out, WIDTHS=tuple(widths), BLOCK=block, num_warps=min(max(block // 256, 1), 8)
+            )
     return out
 
 
 @triton.jit
 def _arrive(
-    raw, totals, weight_q, weight_k, bias_q, bias_k, cos, sin,
-    rows, batch, heads, text, width, eps_q, eps_k, cos_token, sin_token,
+    query, key, totals, weight_q, weight_k, bias_q, bias_k, cos, sin,
+    rows, batch, heads, text, width, eps_q, eps_k, q_token, q_batch, cos_token, sin_token,
     DIM: tl.constexpr, HEADS: tl.constexpr, TILE_ROWS: tl.constexpr,
     FORM: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
@@ -181,6 +215,8 @@ def _arrive(
     head = tl.program_id(1) * HEADS + index % HEADS
     inside = ((row < rows) & (head < heads))[:, None]
     d = tl.arange(0, DIM)[None, :]
+    at = (row // batch).to(tl.int64) * q_token + (row % batch).to(tl.int64) * q_batch
+    place = at[:, None] + head[:, None] * DIM + d
     if ROTARY:
         token = (row // batch - text)[:, None]
         turned = inside & (token >= 0)
@@ -189,9 +225,11 @@ def _arrive(
         even_cosine, odd_cosine = tl.split(tl.reshape(cosine, (TILE_ROWS * HEADS, DIM // 2, 2)))
         even_sine, odd_sine = tl.split(tl.reshape(sine, (TILE_ROWS * HEADS, DIM // 2, 2)))
 
+    q = tl.load(query + place, mask=inside, other=0.0).to(tl.float32)
+    k = tl.load(key + place, mask=inside, other=0.0).to(tl.float32)
     for which in tl.static_range(2):
-        place = raw + ((row.to(tl.int64) * 3 + which) * heads + head)[:, None] * DIM + d
-        value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        value = q if which == 0 else k
+        x = query if which == 0 else key
         weight = weight_q if which == 0 else weight_k
         bias = bias_q if which == 0 else bias_k
         eps = eps_q if which == 0 else eps_k
@@ -212,11 +250,12 @@ def _arrive(
             first = even * even_cosine - odd * even_sine
             second = odd * odd_cosine + even * odd_sine
             value = tl.reshape(tl.join(first, second), (TILE_ROWS * HEADS, DIM))
-        tl.store(place, value, mask=inside)
+        tl.store(x + place, value, mask=inside)
 
 
 def arrive(
-    raw: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
     form: Literal["rms", "layer", "none"],
     weights: Sequence[torch.Tensor | None],
     biases: Sequence[torch.Tensor | None],
@@ -229,24 +268,27 @@ def arrive(
     tile: int = TILE,
     warps: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise and rotate q and k where they lie; returns the views [tokens, batch, heads, dim]."""
-    tokens, batch, _, heads, dim = raw.shape
+    """Normalise and rotate q and k [tokens, batch, heads, dim] where they lie; they have the same strides."""
+    tokens, batch, heads, dim = query.shape
     if (weights[0] is None) != (weights[1] is None) or (biases[0] is None) != (biases[1] is None):
         raise ValueError("the norms of q and k must both have a weight or both have none, and so with the bias")
-    cos, sin = (raw, raw) if rotary is None else (table.to(raw.device) for table in rotary)
+    cos, sin = (query, query) if rotary is None else (table.to(query.device) for table in rotary)
     if rotary is not None and (cos.stride(-1) != 1 or sin.stride(-1) != 1):
         cos, sin = cos.contiguous(), sin.contiguous()
-    if raw.numel() and not (form == "none" and rotary is None):
+    if query.numel() and not (form == "none" and rotary is None):
         each_heads = min(triton.next_power_of_2(heads), max(tile // dim, 1))
         each_rows = max(tile // dim // each_heads, 1)
         grid = (triton.cdiv(tokens * batch, each_rows), triton.cdiv(heads, each_heads))
-        q, k = (raw if one is None else one.contiguous() for one in weights)
-        q_bias, k_bias = (raw if one is None else one.contiguous() for one in biases)
-        _arrive[grid](
-            raw, raw if totals is None else totals.contiguous(), q, k, q_bias, k_bias, cos, sin,
-            tokens * batch, batch, heads, text, width, eps[0], eps[1], cos.stride(0), sin.stride(0),
-            DIM=dim, HEADS=each_heads, TILE_ROWS=each_rows,
-            FORM=form, WEIGHT=weights[0] is not None, BIAS=biases[0] is not None, ROTARY=rotary is not None,
-            num_warps=warps,
-        )  # fmt: skip
-    return raw[:, :, 0], raw[:, :, 1]
+        q_weight, k_weight = (query if one is None else one.contiguous() for one in weights)
+        q_bias, k_bias = (query if one is None else one.contiguous() for one in biases)
+        with torch.cuda.device(query.device):
+            _arrive[grid](
+                query, key, query if totals is None else totals.contiguous(),
+                q_weight, k_weight, q_bias, k_bias, cos, sin,
+                tokens * batch, batch, heads, text, width, eps[0], eps[1],
+                query.stride(0), query.stride(1), cos.stride(0), sin.stride(0),
+                DIM=dim, HEADS=each_heads, TILE_ROWS=each_rows,
+                FORM=form, WEIGHT=weights[0] is not None, BIAS=biases[0] is not None, ROTARY=rotary is not None,
+                num_warps=warps,
+            )  # fmt: skip
+    return query, key

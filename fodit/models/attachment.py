@@ -10,7 +10,7 @@ from fodit.kernels import rows
 from fodit.models import cogvideox, wan
 from fodit.models.family import ModelFamily
 from fodit.models.guidance import SplitBatch, SplitPasses
-from fodit.models.sequence import ShardedSequence
+from fodit.models.sequence import HeadGroups, ShardedSequence
 from fodit.models.ulysses import is_plain_linear
 from fodit.parallel import ProcessGroups
 
@@ -52,7 +52,7 @@ class Attachment:
         transformer: nn.Module,
         groups: ProcessGroups,
         guided: Callable[[], bool] | None = None,
-        head_groups: int | None = None,
+        head_groups: HeadGroups = None,
     ) -> None:
         self.family = family_of(type(transformer))
         self.transformer, self.groups = transformer, groups
@@ -106,7 +106,7 @@ class Attachment:
             )
         modules = [(f"to_{name}", getattr(a, f"to_{name}")) for a in self.attentions for name in "qkv"]
         other = sorted({f"{n} is a {type(m).__name__}" for n, m in modules if not is_plain_linear(m)})
-        if other:
+        if other and self.groups.ulysses.size > 1:
             found.append(f"projection not overlapped with its exchange: {', '.join(other)}")
         found += sorted({reason for _, hook in self._fused for reason in hook.reasons})
         if self.groups.device.type == "cuda" and (reason := rows.why_eager(self.groups.device)) is not None:
@@ -128,7 +128,7 @@ def attach(
     groups: ProcessGroups,
     *,
     guided: Callable[[], bool] | None = None,
-    head_groups: int | None = None,
+    head_groups: HeadGroups = None,
 ) -> Attachment:
     """Let a diffusers CogVideoX or Wan transformer run on several ranks. Every rank calls it as before.
 
@@ -140,7 +140,7 @@ def attach(
         transformer: CogVideoXTransformer3DModel or WanTransformer3DModel, weights on the rank's device.
         groups: process groups with their degrees.
         guided: for Wan with cfg=2, whether the step that is running makes both passes of guidance.
-        head_groups: parts in which attention heads are exchanged; None chooses.
+        head_groups: parts in which attention heads are exchanged, a number or their relative sizes; None chooses.
 
     Returns:
         The attachment; its `detach()` undoes everything.

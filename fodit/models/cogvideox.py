@@ -12,7 +12,7 @@ from fodit.kernels.rows import Rotary
 from fodit.models.blocks import FusedCogVideoXBlock
 from fodit.models.family import ModelFamily
 from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments, refuse_training
-from fodit.models.ulysses import attend_groups, joined, project_out, project_qkv
+from fodit.models.ulysses import attend, joined
 
 
 class CogVideoXUlyssesProcessor:
@@ -33,17 +33,15 @@ class CogVideoXUlyssesProcessor:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if attention_mask is not None:
             raise NotImplementedError("attention_mask is not supported on a sharded CogVideoX sequence; pass None")
-        joint = joined(encoder_hidden_states, hidden_states)
-        layout = self.sequence.layout(joint.shape[0])
-        arrivals = project_qkv(attn, joint.flatten(0, 1), self.sequence, layout.projection_plan)
 
-        def prepare(raw: torch.Tensor, heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        def prepare(
+            query: torch.Tensor, key: torch.Tensor, heads: tuple[int, int]
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             norms = (attn.norm_q, attn.norm_k)
-            return rows.arrive_layer_norm(raw, norms, image_rotary_emb, self.sequence.text)
+            return rows.arrive_layer_norm(query, key, norms, image_rotary_emb, self.sequence.text)
 
-        attended = attend_groups(arrivals, prepare, layout, self.sequence, self._attention_backend)
-        output = project_out(attn, attended)
-        text = encoder_hidden_states.shape[1]
+        joint, text = joined(encoder_hidden_states, hidden_states), encoder_hidden_states.shape[1]
+        output = attend(attn, joint, self.sequence, prepare, self._attention_backend)
         return output[:, text:], output[:, :text]
 
 

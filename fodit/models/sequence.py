@@ -10,6 +10,7 @@ from fodit.ops import Communicator
 from fodit.plan import UlyssesLayout, split_ranges
 
 DEFAULT_HEAD_GROUPS = 4
+HeadGroups = int | tuple[int, ...] | None
 
 
 class ShardedSequence:
@@ -20,14 +21,15 @@ class ShardedSequence:
     Args:
         comm: communicator of the Ulysses group.
         heads, head_dim: of the model's self-attention.
-        head_groups: parts in which heads are exchanged; None takes up to four, or one without overlap.
+        head_groups: parts in which heads are exchanged, a number or their relative sizes; None takes up to four, or one
+            without overlap.
     """
 
-    def __init__(self, comm: Communicator, heads: int, head_dim: int, head_groups: int | None = None) -> None:
+    def __init__(self, comm: Communicator, heads: int, head_dim: int, head_groups: HeadGroups = None) -> None:
         most = heads // comm.size
         if head_groups is None:
             head_groups = min(DEFAULT_HEAD_GROUPS, most) if comm.overlap and comm.size > 1 else 1
-        elif not 1 <= head_groups <= most:
+        elif not 1 <= (head_groups if isinstance(head_groups, int) else len(head_groups)) <= most:
             raise ValueError(f"{heads} heads on {comm.size} ranks allow head_groups 1 to {most}, got {head_groups}")
         self.comm, self.heads, self.head_dim, self.head_groups = comm, heads, head_dim, head_groups
         self.text = self.tokens = 0  # of the forward that is running

@@ -15,26 +15,115 @@ from torch import nn
 
 from fodit.models.sequence import ShardedSequence
 from fodit.ops import Arrivals, Pending, all_to_all_products, gemm_all_to_all
-from fodit.plan import Plan, UlyssesLayout
+from fodit.plan import UlyssesLayout
+
+# Normalises and rotates q and k [token, batch, head, dim] of the given range of heads; may overwrite them.
+Prepare = Callable[[torch.Tensor, torch.Tensor, tuple[int, int]], tuple[torch.Tensor, torch.Tensor]]
 
 
-def project_qkv(
+def attend(
+    attn: Any,
+    hidden_states: torch.Tensor,
+    sequence: ShardedSequence,
+    prepare: Prepare,
+    backend: Any,
+    between: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """Self-attention of the whole sequence for this rank's tokens.
+
+    Args:
+        attn: module with `to_q`, `to_k`, `to_v` and `to_out`.
+        hidden_states: [batch, local tokens, C].
+        prepare: what happens to q and k before they are attended.
+        backend: diffusers attention backend, None for the active one.
+        between: called with the send buffer when all projections are under way, where there is an exchange.
+
+    Returns:
+        [batch, local tokens, C].
+    """
+    if sequence.comm.size == 1:
+        return _attend_alone(attn, hidden_states, sequence, prepare, backend)
+    layout = sequence.layout(hidden_states.shape[0])
+    arrivals = _project(attn, hidden_states.flatten(0, 1), sequence, layout, between)
+    attended = _attend_groups(arrivals, prepare, layout, sequence, backend)
+    projected = attn.to_out[1](attn.to_out[0](attended.flatten(0, 1)))
+    return projected.view(layout.local_tokens, layout.batch, -1).transpose(0, 1)
+
+
+def _attend_alone(
+    attn: Any, hidden_states: torch.Tensor, sequence: ShardedSequence, prepare: Prepare, backend: Any
+) -> torch.Tensor:
+    """Without an exchange there are no slabs, and the products lie as attention wants them."""
+    shape = (sequence.heads, sequence.head_dim)
+    query, key, value = (
+        one(hidden_states).unflatten(-1, shape).transpose(0, 1) for one in (attn.to_q, attn.to_k, attn.to_v)
+    )
+    query, key = prepare(query, key, (0, sequence.heads))
+    attended = _attention(query, key, value, backend)
+    return attn.to_out[1](attn.to_out[0](attended.flatten(2)))
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, backend: Any) -> torch.Tensor:
+    """[token, batch, head, dim] each → [batch, token, head, dim], in memory laid out as the query is."""
+    operands = (one.transpose(0, 1) for one in (query, key, value))
+    return dispatch_attention_fn(*operands, dropout_p=0.0, is_causal=False, backend=backend).to(query.dtype)
+
+
+def _project(
     attn: Any,
     rows: torch.Tensor,
     sequence: ShardedSequence,
-    plan: Plan,
-    between: Callable[[torch.Tensor], None] | None = None,
+    layout: UlyssesLayout,
+    between: Callable[[torch.Tensor], None] | None,
 ) -> Arrivals:
     """q, k and v of `rows` [batch * tokens, C], on their way to the ranks that attend them.
 
     Projections that are not plain Linears (LoRA adapters, quantised weights) run as modules, and only their results
     are exchanged: nothing of the product is hidden behind it.
     """
-    projections = [attn.to_q, attn.to_k, attn.to_v]
+    projections, plan = [attn.to_q, attn.to_k, attn.to_v], layout.projection_plan
     if all(is_plain_linear(one) for one in projections):
         weights, biases = [one.weight for one in projections], [one.bias for one in projections]
         return gemm_all_to_all(rows, weights, biases, comm=sequence.comm, plan=plan, between=between)
     return all_to_all_products([one(rows) for one in projections], comm=sequence.comm, plan=plan, between=between)
+
+
+def _attend_groups(
+    arrivals: Arrivals, prepare: Prepare, layout: UlyssesLayout, sequence: ShardedSequence, backend: Any
+) -> torch.Tensor:
+    """Attention of this rank's heads, group after group, and its result back on the ranks that hold the tokens.
+
+    Returns:
+        [local tokens, batch, heads * dim].
+    """
+    comm, dim = sequence.comm, layout.head_dim
+    returns: list[tuple[Pending, torch.Tensor]] = []
+    for group in range(layout.groups):
+        heads = layout.head_ranges[layout.rank][group]
+        raw = arrivals.wait(group).view(layout.tokens, layout.batch, 3, heads[1] - heads[0], dim)
+        query, key = prepare(raw[:, :, 0], raw[:, :, 1], heads)
+        attended = _attention(query, key, raw[:, :, 2], backend)
+        sent = attended.transpose(0, 1).contiguous().flatten()  # a copy only if the backend changed the layout
+        send, recv = layout.return_sizes(group)
+        received = sent.new_empty(sum(recv))
+        returns.append((comm.all_to_all(received, sent, recv, send), received))
+
+    result = arrivals.wait(0).new_empty(layout.local_tokens, layout.batch, layout.heads * dim)
+    for group, (pending, received) in enumerate(returns):
+        pending.wait()
+        _, sizes = layout.return_sizes(group)
+        for rank, part in enumerate(received.split(sizes)):
+            first, last = layout.head_ranges[rank][group]
+            columns = result[:, :, first * dim : last * dim]
+            _copy(columns, part.view(columns.shape))
+    return result
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy rows in words of 8 bytes where they fit: torch copies strided rows an element at a time."""
+    if source.shape[-1] * source.element_size() % 8 == 0:
+        target, source = target.view(torch.int64), source.view(torch.int64)
+    target.copy_(source)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -52,59 +141,6 @@ def is_watched(module: nn.Module) -> bool:
     return hooked or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def attend_groups(
-    arrivals: Arrivals,
-    prepare: Callable[[torch.Tensor, tuple[int, int]], tuple[torch.Tensor, torch.Tensor]],
-    layout: UlyssesLayout,
-    sequence: ShardedSequence,
-    backend: Any,
-) -> torch.Tensor:
-    """Attention of this rank's heads, group after group, and its result back on the ranks that hold the tokens.
-
-    Args:
-        arrivals: from `project_qkv`.
-        prepare: turns raw [token, batch, 3, head, dim] of the given heads into q and k, [token, batch, head, dim].
-        backend: diffusers attention backend, None for the active one.
-
-    Returns:
-        [local tokens, batch, heads * dim].
-    """
-    comm, dim = sequence.comm, layout.head_dim
-    returns: list[tuple[Pending | None, torch.Tensor]] = []
-    for group in range(layout.groups):
-        heads = layout.head_ranges[layout.rank][group]
-        raw = arrivals.wait(group).view(layout.tokens, layout.batch, 3, heads[1] - heads[0], dim)
-        # v stays where it lies; q and k mostly too. Attention then leaves its output token-major like them.
-        operands = (one.transpose(0, 1) for one in (*prepare(raw, heads), raw[:, :, 2]))
-        attended = dispatch_attention_fn(*operands, dropout_p=0.0, is_causal=False, backend=backend)
-        sent = attended.to(raw.dtype).transpose(0, 1).contiguous().flatten()
-        if comm.size == 1:
-            returns.append((None, sent))
-            continue
-        send, recv = layout.return_sizes(group)
-        received = sent.new_empty(sum(recv))
-        returns.append((comm.all_to_all(received, sent, recv, send), received))
-
-    if comm.size == 1 and layout.groups == 1:
-        return returns[0][1].view(layout.tokens, layout.batch, -1)
-    result = returns[0][1].new_empty(layout.local_tokens, layout.batch, layout.heads * dim)
-    for group, (pending, received) in enumerate(returns):
-        if pending is not None:
-            pending.wait()
-        _, sizes = layout.return_sizes(group)
-        for rank, part in enumerate(received.split(sizes)):
-            first, last = layout.head_ranges[rank][group]
-            columns = result[:, :, first * dim : last * dim]
-            _copy(columns, part.view(columns.shape))
-    return result
-
-
-def project_out(attn: Any, attended: torch.Tensor) -> torch.Tensor:
-    """The output projection of [tokens, batch, C], as [batch, tokens, C]."""
-    projected = attn.to_out[1](attn.to_out[0](attended.flatten(0, 1)))
-    return projected.view(*attended.shape[:2], -1).transpose(0, 1)
-
-
 def joined(text: torch.Tensor, video: torch.Tensor) -> torch.Tensor:
     """[B, text, C] and [B, video, C] → [B, text + video, C], a view if they lie one behind the other."""
     if text.shape[1] == 0:
@@ -117,10 +153,3 @@ def joined(text: torch.Tensor, video: torch.Tensor) -> torch.Tensor:
         return torch.cat([text, video], dim=1)
     size = (text.shape[0], text.shape[1] + video.shape[1], text.shape[2])
     return text.as_strided(size, text.stride(), text.storage_offset())
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy rows in words of 8 bytes where they fit: torch copies strided rows an element at a time."""
-    if source.shape[-1] * source.element_size() % 8 == 0:
-        target, source = target.view(torch.int64), source.view(torch.int64)
-    target.copy_(source)

@@ -11,7 +11,7 @@ from fodit.kernels import rows
 from fodit.models.blocks import FusedWanBlock
 from fodit.models.family import ModelFamily
 from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments, refuse_training
-from fodit.models.ulysses import attend_groups, project_out, project_qkv
+from fodit.models.ulysses import attend
 from fodit.ops import GatheredRows
 
 
@@ -38,29 +38,27 @@ class WanUlyssesProcessor:
     ) -> torch.Tensor:
         if encoder_hidden_states is not None or attention_mask is not None:
             raise NotImplementedError("this processor is for self-attention without a mask")
-        layout = self.sequence.layout(hidden_states.shape[0])
         sums: list[GatheredRows] = []
+        totals: list[torch.Tensor] = []
 
         def between(sent: torch.Tensor) -> None:
             # The send buffer holds, of each group and rank in turn, [local tokens, batch, 3, heads, dim].
+            layout = self.sequence.layout(hidden_states.shape[0])
             places = [(rank, group) for group in range(layout.groups) for rank in range(layout.ranks)]
             widths = [layout.group_heads(*place) * layout.head_dim for place in places]
-            local = rows.squares(sent, widths, layout.local_tokens * layout.batch)
+            local = rows.squares_of_slabs(sent, widths, layout.local_tokens * layout.batch)
             local = local.view(layout.local_tokens, layout.batch, 2)
             sums.append(self.sequence.comm.gather_rows(local, tuple(b - a for a, b in layout.token_ranges)))
 
-        tokens = hidden_states.flatten(0, 1)
-        arrivals = project_qkv(attn, tokens, self.sequence, layout.projection_plan, between)
+        def prepare(
+            query: torch.Tensor, key: torch.Tensor, heads: tuple[int, int]
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            if not totals:  # gathered sums are waited for after the first slab: they came in this order
+                totals.append(sums[0].wait() if sums else rows.squares(query, key))
+            return rows.arrive_rms(query, key, totals[0], (attn.norm_q, attn.norm_k), heads, rotary)
+
         rotary = None if rotary_emb is None else (rotary_emb[0][0, :, 0], rotary_emb[1][0, :, 0])
-        totals: list[torch.Tensor] = []
-
-        def prepare(raw: torch.Tensor, heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-            if not totals:
-                totals.append(sums[0].wait())  # after the first slab: both are needed, and came in this order
-            return rows.arrive_rms(raw, totals[0], (attn.norm_q, attn.norm_k), heads, rotary)
-
-        attended = attend_groups(arrivals, prepare, layout, self.sequence, self._attention_backend)
-        return project_out(attn, attended)
+        return attend(attn, hidden_states, self.sequence, prepare, self._attention_backend, between)
 
 
 class ShardTimesteps(ModelHook):

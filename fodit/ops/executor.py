@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fodit.kernels import gemm
-from fodit.kernels.library import Kernel
+from fodit.kernels.binding import Kernel
 from fodit.ops.communicator import Communicator, Ready, StreamReached
 from fodit.plan import TILE_FIELDS, Plan, Segment, tile_program
 
@@ -43,9 +43,7 @@ def make_executor(
 
 def stored(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
     """The segment's place in a flat buffer, as a [rows, cols] view."""
-    return buffer.as_strided(
-        (segment.rows, segment.cols), (segment.ld, 1), buffer.storage_offset() + segment.offset
-    )
+    return buffer.as_strided((segment.rows, segment.cols), (segment.ld, 1), buffer.storage_offset() + segment.offset)
 
 
 class TorchExecutor:
@@ -90,11 +88,7 @@ def copied_segments(products: Sequence[torch.Tensor]) -> Producer:
     """Products [rows, widths[i]] that were computed elsewhere, copied into place."""
 
     def produce(segment: Segment, out: torch.Tensor) -> None:
-        out.copy_(
-            products[segment.weight][
-                segment.row_start : segment.row_stop, segment.col_start : segment.col_stop
-            ]
-        )
+        out.copy_(products[segment.weight][segment.row_start : segment.row_stop, segment.col_start : segment.col_stop])
 
     return produce
 
@@ -109,7 +103,7 @@ class SlabSignal:
         # The event orders the counter's reset before the wait; the wait itself is invisible to CUDA's own ordering.
         self._started.hold(stream)
         address = self._counters.data_ptr() + 4 * self._slab
-        gemm.library().wait(stream.cuda_stream, address, self._tiles)
+        gemm.binding().wait(stream.cuda_stream, address, self._tiles)
 
 
 class CudaExecutor:
@@ -151,9 +145,7 @@ class CudaExecutor:
 
 
 @lru_cache(maxsize=1024)
-def device_program(
-    plan: Plan, tile_m: int, tile_n: int, device: torch.device
-) -> tuple[torch.Tensor, tuple[int, ...]]:
+def device_program(plan: Plan, tile_m: int, tile_n: int, device: torch.device) -> tuple[torch.Tensor, tuple[int, ...]]:
     """The plan's tile program as int32 [tiles, 12] on the device, and the tiles of each slab."""
     program = tile_program(plan, tile_m, tile_n)
     table = torch.tensor(program.table, dtype=torch.int32).view(-1, len(TILE_FIELDS))

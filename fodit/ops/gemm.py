@@ -12,7 +12,7 @@ from fodit.ops.communicator import Communicator, Pending, Ready, reduce_scatter_
 from fodit.ops.executor import Activation, Executor, TorchExecutor, copied_segments, make_executor
 from fodit.plan import Plan, all_reduce_plan, reduce_scatter_plan, split_sizes
 
-DEFAULT_SLABS = 4
+DEFAULT_SLABS = 8
 ROW_ALIGN = 128  # slab borders on tile borders of every kernel
 
 
@@ -40,7 +40,7 @@ def gemm_all_reduce(
     Args:
         bias: [N], the same on all ranks.
         comm: the group's communicator.
-        plan: from `fodit.plan.all_reduce_plan`; by default four slabs.
+        plan: from `fodit.plan.all_reduce_plan`; by default eight slabs.
 
     Raises:
         ValueError: shapes, dtypes, devices or the plan do not fit each other.

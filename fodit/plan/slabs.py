@@ -84,9 +84,7 @@ def slab_rows(rows: int, slabs: int | Sequence[int], align: int = 1) -> tuple[in
     return tuple(stop - start for start, stop in zip([0, *borders[:-1]], borders, strict=True))
 
 
-def all_reduce_plan(
-    rows: int, width: int, ranks: int, slabs: int | Sequence[int] = 1, align: int = 1
-) -> Plan:
+def all_reduce_plan(rows: int, width: int, ranks: int, slabs: int | Sequence[int] = 1, align: int = 1) -> Plan:
     """GEMM + all-reduce: a slab is a range of rows of D [rows, width], reduced in place.
 
     `slabs` is a number of slabs or the rows of each; `align` is the tile height the borders should fall on.
@@ -99,9 +97,7 @@ def all_reduce_plan(
     return Plan("all_reduce", ranks, rows, (width,), tuple(made), rows * width, rows * width)
 
 
-def reduce_scatter_plan(
-    rows: int, width: int, ranks: int, slabs: int | Sequence[int] = 1, align: int = 1
-) -> Plan:
+def reduce_scatter_plan(rows: int, width: int, ranks: int, slabs: int | Sequence[int] = 1, align: int = 1) -> Plan:
     """GEMM + reduce-scatter by rows: rank p keeps the p-th of `split_ranges(rows, ranks)`.
 
     Slab j holds, for each rank in turn, the j-th range of that rank's rows, so what a rank receives is contiguous

@@ -1,6 +1,6 @@
 """Splitting a length into contiguous, nearly even parts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def split_sizes(total: int, parts: int) -> tuple[int, ...]:
@@ -13,6 +13,25 @@ def split_sizes(total: int, parts: int) -> tuple[int, ...]:
         raise ValueError(f"cannot split {total} into {parts} parts: need total >= 0 and parts >= 1")
     base, larger = divmod(total, parts)
     return tuple(base + (index < larger) for index in range(parts))
+
+
+def share_sizes(total: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """`total` split in proportion to `shares`, as near as whole numbers allow; no part is empty.
+
+    >>> share_sizes(10, (1, 3, 1))
+    (2, 6, 2)
+    """
+    if min(shares, default=0) < 1 or len(shares) > total:
+        raise ValueError(f"cannot split {total} in proportion to {tuple(shares)}: need 1 to {total} shares >= 1")
+    whole = sum(shares)
+    sizes = [total * share // whole for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda index: total * shares[index] % whole, reverse=True)
+    for index in by_remainder[: total - sum(sizes)]:
+        sizes[index] += 1
+    while 0 in sizes:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[sizes.index(0)] += 1
+    return tuple(sizes)
 
 
 def ranges(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fodit.plan.slabs import Plan, Segment, Slab
-from fodit.plan.split import ranges, split_ranges, split_sizes
+from fodit.plan.split import ranges, share_sizes, split_ranges
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class UlyssesLayout:
         tokens: length of the whole sequence.
         batch: batch size.
         heads, head_dim: attention heads of the whole model and their size.
-        groups: head groups that are sent and attended one after the other; at most the fewest heads of a rank.
+        shares: head groups that are sent and attended one after the other, by their relative sizes; a number means
+            that many even groups. At most the fewest heads of a rank.
     """
 
     rank: int
@@ -32,7 +33,7 @@ class UlyssesLayout:
     batch: int
     heads: int
     head_dim: int
-    groups: int = 1
+    shares: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
         if self.ranks > self.heads:
@@ -40,11 +41,19 @@ class UlyssesLayout:
                 f"ulysses={self.ranks} needs at least {self.ranks} attention heads, the model has {self.heads}: "
                 f"use ulysses <= {self.heads}"
             )
-        if not 1 <= self.groups <= self.heads // self.ranks:
+        if not 1 <= self.groups <= self.heads // self.ranks or min(self.relative_sizes) < 1:
             raise ValueError(
                 f"{self.heads} heads on {self.ranks} ranks allow 1 to {self.heads // self.ranks} head groups, "
-                f"got {self.groups}"
+                f"got {self.shares}"
             )
+
+    @property
+    def relative_sizes(self) -> tuple[int, ...]:
+        return (1,) * self.shares if isinstance(self.shares, int) else self.shares
+
+    @property
+    def groups(self) -> int:
+        return len(self.relative_sizes)
 
     @cached_property
     def token_ranges(self) -> tuple[tuple[int, int], ...]:
@@ -56,7 +65,7 @@ class UlyssesLayout:
         """`head_ranges[rank][group]`: heads of that group on that rank."""
         result = []
         for start, stop in split_ranges(self.heads, self.ranks):
-            groups = ranges(split_sizes(stop - start, self.groups))
+            groups = ranges(share_sizes(stop - start, self.relative_sizes))
             result.append(tuple((start + first, start + last) for first, last in groups))
         return tuple(result)
 
@@ -104,9 +113,7 @@ class UlyssesLayout:
             slabs.append(Slab(tuple(segments), start, offset, received, received + sum(recv), send, recv))
             received += sum(recv)
         widths = (self.heads * dim,) * projections
-        return Plan(
-            "all_to_all", self.ranks, self.batch * local, widths, tuple(slabs), offset, received
-        )
+        return Plan("all_to_all", self.ranks, self.batch * local, widths, tuple(slabs), offset, received)
 
     def return_sizes(self, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Elements to send to and receive from each rank when the attention output of a head group goes back.

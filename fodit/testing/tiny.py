@@ -144,9 +144,7 @@ def _wan(kind: str) -> WanPipeline:
         )
 
     vae = AutoencoderKLWan(base_dim=6, dim_mult=[1, 1, 1, 1], z_dim=LATENT_CHANNELS, num_res_blocks=1)
-    scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-    )
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     tokenizer = _tokenizer(max_length=512)
     text_encoder = UMT5EncoderModel(UMT5Config(**_text_settings(tokenizer)))
     shared = {"tokenizer": tokenizer, "text_encoder": text_encoder, "vae": vae, "scheduler": scheduler}
@@ -215,9 +213,7 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m fodit.testing.tiny", description="Write a tiny checkpoint."
-    )
+    parser = argparse.ArgumentParser(prog="python -m fodit.testing.tiny", description="Write a tiny checkpoint.")
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)

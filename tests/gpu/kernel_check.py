@@ -1,9 +1,10 @@
 """Correctness and speed of the kernel library on one GPU, with ctypes and torch alone.
 
-    python kernel_check.py check|stress|small|host|time LIBRARY... [--kernel TEXT] [--seconds S]
+    python kernel_check.py check|stress|special|small|host|time LIBRARY... [--kernel TEXT] [--seconds S]
 
 check   odd shapes, several weights, permuted storage, dtypes, bias, activation, strides, repeats, bad input
-stress  a second stream waits for each slab's counter and copies the slab while the product goes on
+stress  a second stream copies each slab as soon as its counter allows, while the product and another go on
+special graph replay, and a stream of 24 SMs
 small   a few tiny products, meant to run under compute-sanitizer
 host    host time of one launch
 time    every kernel of every library against cuBLAS, side by side, medians
@@ -121,9 +122,7 @@ def make_program(regions: list[Region], tile_m: int, tile_n: int, group: int = 1
             offset = r.offset + row * r.ld + col
             low, high = offset & 0xFFFFFFFF, offset >> 32
             low = low - (1 << 32) if low >= 1 << 31 else low
-            program.tiles.append(
-                [r.m0 + row, r.n0 + col, rows, cols, r.weight, r.slab, r.ld, 0, low, high, 0, 0]
-            )
+            program.tiles.append([r.m0 + row, r.n0 + col, rows, cols, r.weight, r.slab, r.ld, 0, low, high, 0, 0])
             program.tiles_of_slab[r.slab] += 1
     return program
 
@@ -142,9 +141,7 @@ def pieces(total: int, parts: int, rng: random.Random) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
-def slabs(
-    m: int, ns: list[int], columns: int, rows: int, rng: random.Random, pad: int = 0
-) -> tuple[list[Region], int]:
+def slabs(m: int, ns: list[int], columns: int, rows: int, rng: random.Random, pad: int = 0) -> tuple[list[Region], int]:
     """Column and row pieces of every product, each a contiguous slab, shuffled, with gaps between them."""
     cells = [
         (i, m0, m1, n0, n1)
@@ -322,11 +319,11 @@ def check(library: Library, text: str, seconds: float) -> int:
 
 
 def stress(library: Library, text: str, seconds: float) -> int:
-    """Slabs are copied by a second stream as soon as their counter allows, while the product goes on."""
+    """Slabs are copied by a second stream as soon as their counter allows; a third runs another product."""
     rng = random.Random(time.time_ns())
     failures, rounds, early, start = 0, 0, 0, time.monotonic()
     kernels = chosen(library, text)
-    compute, copies = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+    compute, aside, copies = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     while time.monotonic() - start < seconds:
         m, k = rng.randint(1, 6000), 8 * rng.randint(1, 256)
@@ -338,9 +335,14 @@ def stress(library: Library, text: str, seconds: float) -> int:
             sms=sm_count - rng.choice((8, 20)), bias=rng.random() < 0.5,
         )  # fmt: skip
         seen = torch.empty_like(product.out)
+        regions_aside, size_aside = plain(700, [1000])
+        other = Product(library, rng.choice(kernels), 700, [1000], 8 * rng.randint(1, 256), regions_aside, size_aside)
+        other.launch()
+        alone = other.out.clone()
         for _ in range(5):  # of the same product: counters start from zero, the stalls differ
             rounds += 1
             product.poison()
+            other.poison()
             seen.fill_(float("nan"))
             torch.cuda.synchronize()
             finished, arrived = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -348,6 +350,9 @@ def stress(library: Library, text: str, seconds: float) -> int:
                 torch.cuda._sleep(rng.choice((0, 0, 20_000, 200_000)))
                 product.launch(compute)
                 finished.record()
+            with torch.cuda.stream(aside):
+                torch.cuda._sleep(rng.choice((0, 10_000, 100_000)))
+                other.launch(aside)
             with torch.cuda.stream(copies):
                 for at, r in enumerate(regions):
                     library.wait(copies, product.counters[r.slab :], product.program.tiles_of_slab[r.slab])
@@ -357,6 +362,9 @@ def stress(library: Library, text: str, seconds: float) -> int:
                         arrived.record()
             torch.cuda.synchronize()
             early += arrived.elapsed_time(finished) > 0
+            if not torch.equal(other.out.view(torch.int16), alone.view(torch.int16)):
+                failures += 1
+                print(f"WRONG stress: the product beside {name} {m, ns, k}", flush=True)
             if not torch.equal(seen.view(torch.int16), product.out.view(torch.int16)):
                 failures += 1
                 wrong = int((seen != product.out).sum())
@@ -365,6 +373,46 @@ def stress(library: Library, text: str, seconds: float) -> int:
             failures += 1
             print(f"WRONG stress {name} {m, ns, k}: {reason}", flush=True)
     print(f"stress: {rounds} products, {failures} wrong; the first slab was copied early in {early}")
+    return failures
+
+
+def special(library: Library, text: str) -> int:
+    """Replays of a captured launch, and a green context's stream."""
+    failures = 0
+    green = torch.cuda.green_contexts.GreenContext.create(num_sms=24).Stream()
+    for name in chosen(library, text):
+        m, n, k = 4000, 4096, 2048
+        regions, size = plain(m, [n])
+        product = Product(library, name, m, [n], k, regions, size)
+        reason = product.check()
+        right = product.out.clone()
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            product.launch()
+        product.poison()
+        for _ in range(3):
+            graph.replay()
+        if product.counters.item() != 3 * len(product.program.tiles) or not torch.equal(product.out, right):
+            reason = "a replay differs"
+
+        product.poison()
+        spent = []
+        for stream in (torch.cuda.current_stream(), green):
+            torch.cuda.synchronize()
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record(stream)
+            product.launch(stream)
+            after.record(stream)
+            torch.cuda.synchronize()
+            spent.append(before.elapsed_time(after))
+            if not torch.equal(product.out, right):
+                reason = f"stream {stream} differs"
+        failures += reason is not None
+        print(
+            f"special {name}: {reason or 'ok'}; all SMs {spent[0]:.3f} ms, 24 SMs {spent[1]:.3f} ms",
+            flush=True,
+        )
     return failures
 
 
@@ -461,7 +509,7 @@ def timing(
 def main() -> int:
     keep = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=keep)
-    parser.add_argument("what", choices=("check", "stress", "small", "host", "time"))
+    parser.add_argument("what", choices=("check", "stress", "special", "small", "host", "time"))
     parser.add_argument("library", nargs="+")
     parser.add_argument("--kernel", default="hopper", help="parts of kernel names, comma-separated")
     parser.add_argument("--seconds", type=float, default=30)
@@ -478,6 +526,8 @@ def main() -> int:
             return check(library, text, seconds)
         case "stress":
             return stress(library, text, seconds)
+        case "special":
+            return special(library, text)
         case "small":
             return small(library, text)
         case "host":

@@ -108,7 +108,8 @@ def check_rows() -> int:
         check(f"add_normalise {kind}", rows.add_normalise, x, y, norm, modulation, modulation)
         check("add_normalise plain", rows.add_normalise, x, y, norm, None, None)
         check(f"add {kind}", rows.add, x, y, modulation)
-    return 4 * len(cases)
+        check("add to itself", rows.add, x, x, None)
+    return 5 * len(cases)
 
 
 def check_heads() -> int:
@@ -120,20 +121,29 @@ def check_heads() -> int:
         raw = draw(tokens, batch, 3, heads, dim, dtype=dtype)
         widths = [heads * dim, 2 * dim, dim]
         sent = draw(3 * tokens * batch * sum(widths), dtype=dtype)
-        check("squares", rows.squares, sent, widths, tokens * batch, limit=1e-6)
-        totals = rows.squares(raw.flatten(), [heads * dim], tokens * batch).view(tokens, batch, 2)
+        check("squares_of_slabs", rows.squares_of_slabs, sent, widths, tokens * batch, limit=1e-6)
+        if dtype == torch.float16:  # batch-major, as one rank has it
+            raw = raw.permute(1, 2, 0, 3, 4).contiguous().permute(2, 0, 1, 3, 4)
+        check("squares", rows.squares, *raw.unbind(2)[:2], limit=1e-6)
+        totals = rows.squares(*raw.unbind(2)[:2])
         norms = tuple(nn.RMSNorm((heads + 3) * dim, 1e-6, device="cuda") for _ in range(2))
         heads_norms = tuple(layer_norm(dim, True) for _ in range(2))
         for norm in norms:
             nn.init.normal_(norm.weight)
         for turn in (rotary, None) if heads == 3 else (rotary,):
-            check("arrive_rms", rows.arrive_rms, raw.clone(), totals, norms, (1, heads + 1), turn)
+            check("arrive_rms", rows.arrive_rms, *fresh(raw), totals, norms, (1, heads + 1), turn)
             for text in {0, tokens // 2}:
                 part = None if turn is None else (turn[0][text:], turn[1][text:])
-                check("arrive_layer_norm", rows.arrive_layer_norm, raw.clone(), heads_norms, part, text)
-                check("arrive unnormed", rows.arrive_layer_norm, raw.clone(), (None, None), part, text)
+                check("arrive_layer_norm", rows.arrive_layer_norm, *fresh(raw), heads_norms, part, text)
+                check("arrive unnormed", rows.arrive_layer_norm, *fresh(raw), (None, None), part, text)
             count += 5
     return count
+
+
+def fresh(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k in a copy, with the same strides."""
+    copied = torch.empty_strided(raw.shape, raw.stride(), dtype=raw.dtype, device=raw.device).copy_(raw)
+    return copied[:, :, 0], copied[:, :, 1]
 
 
 def check_gelu() -> None:
@@ -169,9 +179,11 @@ def time_rows(batch: int, tokens: int, width: int, text: int) -> None:
     line("add gated, normalise affine", lambda: rows.add_normalise(x, y, affine, modulation), 4 * one)
     line("add, normalise", lambda: rows.add_normalise(x, y, plain, None, modulation), 4 * one)
     line("add gated, normalise", lambda: rows.add_normalise(x, y, affine, modulation, modulation), 4 * one)
-    for each, warps in ((4, 8), (1, 16), (8, 16)):
-        run = lambda e=each, w=warps: triton.rows(x, y, affine, modulation, modulation, each=e, warps=w)  # noqa: E731
-        line(f"  the same, {each} rows a program, {warps} warps", run, 4 * one)
+    for each, warps, stages in ((16, 8, 3), (16, 16, 2), (16, 16, 4), (8, 16, 3), (32, 16, 3)):
+        run = lambda s=(each, warps, stages): triton.rows(  # noqa: E731
+            x, y, affine, modulation, modulation, each=s[0], warps=s[1], stages=s[2]
+        )
+        line(f"  the same, {each} rows a program, {warps} warps, {stages} stages", run, 4 * one)
     line("half of the columns copied as 8-byte words", lambda: _columns(x, y), one)
 
 
@@ -191,14 +203,14 @@ def time_heads(tokens: int, batch: int, heads: int, dim: int, form: str) -> None
     weights, biases = [draw(size) for _ in range(2)], [draw(size) if form == "layer" else None for _ in range(2)]
     name = f"arrive {form} {tokens} x {batch} x {heads} x {dim}"
     for tile, warps in ((2048, 4), (2048, 8), (4096, 8)):
-        arguments = (raw, form, weights, biases, (1e-6, 1e-6), rotary, 0, totals, size)
+        arguments = (raw[:, :, 0], raw[:, :, 1], form, weights, biases, (1e-6, 1e-6), rotary, 0, totals, size)
         run = lambda t=tile, w=warps, a=arguments: triton.arrive(*a, tile=t, warps=w)  # noqa: E731
         line(f"{name}, tile {tile}, {warps} warps", run, moved)
 
 
 def time_squares(count: int, widths: list[int]) -> None:
     sent = draw(3 * count * sum(widths))
-    line(f"squares {count} x {widths}", lambda: rows.squares(sent, widths, count), sent.numel() * 2 * 2 // 3)
+    line(f"squares {count} x {widths}", lambda: rows.squares_of_slabs(sent, widths, count), sent.numel() * 2 * 2 // 3)
 
 
 def time_gelu(m: int, n: int, k: int) -> None:
