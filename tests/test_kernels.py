@@ -179,9 +179,9 @@ def test_chosen_tile(fresh):
 def test_compilers_can_trace_the_op():
     with FakeTensorMode():
         a, out = torch.empty(4, 8), torch.empty(16)
-        state = torch.empty(2, dtype=torch.int32)
+        counters = torch.empty(2, dtype=torch.int32)
         program = torch.empty(1, 12, dtype=torch.int32)
-        assert gemm.signaling_gemm(a, [a], [None], out, program, state[:1], state[1:], 0, 0, 0) is None
+        assert gemm.signaling_gemm(a, [a], [None], out, program, counters, 0, 0, 0) is None
 
 
 def test_harmful_environment(monkeypatch):

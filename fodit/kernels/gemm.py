@@ -12,7 +12,7 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 ACTIVATIONS = {"none": 0, "gelu-tanh": 1}
 
 
-@torch.library.custom_op("fodit::signaling_gemm", mutates_args=("out", "counters", "ticket"))
+@torch.library.custom_op("fodit::signaling_gemm", mutates_args=("out", "counters"))
 def signaling_gemm(
     a: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -20,7 +20,6 @@ def signaling_gemm(
     out: torch.Tensor,
     program: torch.Tensor,
     counters: torch.Tensor,
-    ticket: torch.Tensor,
     kernel: int,
     act: int,
     sms: int,
@@ -36,8 +35,7 @@ def signaling_gemm(
         biases: [N_i] or None each.
         out: flat buffer.
         program: int32 [tiles, 12] on the device; see `fodit.plan.tiles`.
-        counters: int32 [slabs], zero before.
-        ticket: int32 [1], zero before and after.
+        counters: int32 [slabs + 1], zero before; the last one is the kernel's own, from which its blocks draw tiles.
         kernel: index into the library's kernels.
         act: 0 none, 1 gelu-tanh.
         sms: at most this many SMs; 0 takes all of the stream's.
@@ -48,7 +46,8 @@ def signaling_gemm(
     arguments = Gemm(abi=ABI, dtype=DTYPES[a.dtype], act=act, kernel=kernel, sms=sms, tiles=program.shape[0])
     arguments.m, arguments.k, arguments.lda = a.shape[0], a.shape[1], a.stride(0)
     arguments.a, arguments.out, arguments.program = a.data_ptr(), out.data_ptr(), program.data_ptr()
-    arguments.counters, arguments.ticket = counters.data_ptr(), ticket.data_ptr()
+    arguments.counters = counters.data_ptr()
+    arguments.ticket = counters.data_ptr() + 4 * (counters.numel() - 1)
     arguments.weights = len(weights)
     for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         arguments.n[index], arguments.ldw[index] = weight.shape[0], weight.stride(0)
@@ -58,7 +57,7 @@ def signaling_gemm(
 
 
 @signaling_gemm.register_fake
-def _(a, weights, biases, out, program, counters, ticket, kernel, act, sms) -> None:  # type: ignore[no-untyped-def]
+def _(a, weights, biases, out, program, counters, kernel, act, sms) -> None:  # type: ignore[no-untyped-def]
     return None
 
 

@@ -131,13 +131,11 @@ class CudaExecutor:
     ) -> None:
         kernel = choose_kernel(plan, a.device)
         table, tiles = device_program(plan, kernel.tile_m, kernel.tile_n, a.device)
-        slabs = len(plan.slabs)
-        state = torch.zeros(slabs + 1, dtype=torch.int32, device=a.device)
-        self._counters, ticket = state[:slabs], state[slabs:]
+        self._counters = torch.zeros(len(plan.slabs) + 1, dtype=torch.int32, device=a.device)
         self._tiles = tiles
         self._started = StreamReached(a.device)
         code = gemm.ACTIVATIONS[act]
-        gemm.signaling_gemm(a, weights, biases, buffer, table, self._counters, ticket, kernel.index, code, sms)
+        gemm.signaling_gemm(a, weights, biases, buffer, table, self._counters, kernel.index, code, sms)
 
     def fill(self, index: int) -> Ready:
         """Slab `index` is under way since the executor was made."""
