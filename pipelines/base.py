@@ -255,8 +255,33 @@ def _check_options(output_rank: Any, offload: Any) -> None:
 
 def _place(pipe: Any, device: torch.device, offload: Offload | None) -> None:
     if offload is None:
+        if device.type == "cuda":
+            check_fits(_weights_to_move(pipe, device), torch.cuda.mem_get_info(device)[0], device)
         pipe.to(device)
     elif offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     else:
         pipe.enable_sequential_cpu_offload(device=device)
+
+
+def _weights_to_move(pipe: Any, device: torch.device) -> dict[str, int]:
+    """Bytes of each model's parameters that are not on the device yet."""
+    models = {name: one for name, one in pipe.components.items() if isinstance(one, torch.nn.Module)}
+    return {
+        name: sum(weight.nbytes for weight in model.parameters() if weight.device != device)
+        for name, model in models.items()
+    }
+
+
+def check_fits(weights: dict[str, int], free: int, device: torch.device) -> None:
+    """Raise MemoryError, saying what would work, if weights of these bytes by model do not fit into `free` bytes."""
+    total = sum(weights.values())
+    if total <= free:
+        return
+    largest = max(weights, key=lambda name: weights[name])
+    need = {"model": weights[largest], "sequential": 0}
+    fitting = next(way for way, least in need.items() if least <= free)
+    raise MemoryError(
+        f"the weights take {total / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free. The largest model is "
+        f"{largest} with {weights[largest] / 2**30:.1f} GiB: offload={fitting!r} would fit it"
+    )

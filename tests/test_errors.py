@@ -140,6 +140,16 @@ def test_ranks_that_disagree(pool, tiny, what):
         assert f"{what} is " in error and " on rank 0, " in error and " on rank 1" in error
 
 
+def test_weights_that_do_not_fit():
+    gib, device = 2**30, torch.device("cuda", 0)
+    weights = {"text_encoder": 10 * gib, "transformer": 12 * gib, "vae": gib}
+    base.check_fits(weights, 23 * gib, device)
+    with pytest.raises(MemoryError, match=r"take 23\.0 GiB and cuda:0 has 22\.0 .*offload=.model. would"):
+        base.check_fits(weights, 22 * gib, device)
+    with pytest.raises(MemoryError, match="offload='sequential' would"):
+        base.check_fits(weights, 11 * gib, device)
+
+
 def test_digest_tells_values_apart():
     values = [
         None,

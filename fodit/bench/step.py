@@ -6,6 +6,7 @@ on one GPU.
 
 import argparse
 import time
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -15,6 +16,7 @@ from diffusers import CogVideoXPipeline, WanPipeline
 
 from fodit.bench.floor import layer_floor_ms, layer_work
 from fodit.bench.setting import Setting
+from fodit.models.sequence import HeadGroups
 from fodit.parallel import ParallelConfig
 from fodit.testing import dummy
 
@@ -38,7 +40,7 @@ def run(setting: Setting, given: argparse.Namespace) -> None:
 
     dtype = torch.bfloat16
     wan = dummy.config(given.model)["pipeline"] == "WanPipeline"
-    pipe = dummy.pipeline(
+    pipe: Any = dummy.pipeline(
         given.model,
         FoWanPipeline if wan else FoCogVideoXPipeline,
         device=setting.device,
@@ -57,59 +59,89 @@ def run(setting: Setting, given: argparse.Namespace) -> None:
     floor = _floor(setting, pipe, call, dtype)
     setting.say(f"{given.model}, {call['height']} x {call['width']} x {call['num_frames']}, {setting.profile}")
     setting.say(f"{'':34}{'s a step':>10}{'/ floor':>9}{'error':>10}{'exposed':>9}{'comm.':>8}")
-    shares = tuple(int(share) for share in given.head_groups.split(",")) if given.head_groups else None
-    head_groups = shares[0] if shares is not None and len(shares) == 1 else shares
     rows: list[dict[str, Any]] = []
-    reference = None
-    chosen_ways = [way for way in _ways(setting, wan) if any(text in way[0] for text in given.ways.split(","))]
-    for name, degrees, overlap in chosen_ways:
-        runner = plain
-        if degrees is not None:
-            groups = head_groups if overlap else None
-            pipe.parallelize(ParallelConfig(**degrees), overlap=overlap, device=setting.device, head_groups=groups)
-            runner = pipe
-        elif "context parallel" in name:
-            from diffusers import ContextParallelConfig
-
-            plain.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=setting.ranks))
+    measured = {"model": given.model, "layers": given.layers, "head_groups": given.head_groups}
+    measured |= {"call": _plain_values(call), "rows": rows}
+    reference: torch.Tensor | None = None
+    for way in _ways(setting, wan):
+        if not any(text in way.name for text in given.ways.split(",")):
+            continue
+        runner = plain if way.degrees is None else pipe
+        way.prepare(setting, runner, _head_groups(given))
         latents, taken = _generate(setting, runner, call)
-        if reference is None:
-            reference = latents
+        reference = latents if reference is None else reference
         error = float((latents - reference).norm() / reference.norm())
         if not error < WORST_ERROR:
-            raise RuntimeError(f"{name} differs from plain diffusers by {error:.3f}: its time does not count")
-        least = floor[degrees["ulysses"] if degrees else (setting.ranks if "context" in name else 1)]
-        least /= degrees["cfg"] if degrees else 1
-        row = {"way": name, "step_s": taken, "floor_s": least, "error": error}
+            raise RuntimeError(f"{way.name} differs from the first way by {error:.3f}: its time does not count")
+        least = floor[way.ulysses] / way.cfg
+        rows.append({"way": way.name, "step_s": taken, "floor_s": least, "error": error})
+        timeline = ""
         if runner is pipe:
-            step = pipe.report.ranks[0].median_step
-            row |= {"exposed_s": step.exposed_s, "communication_s": step.communication_s, "notes": pipe.report.notes}
+            rows[-1]["notes"] = pipe.report.notes
+            if (step := pipe.report.ranks[0].median_step) is not None:
+                rows[-1] |= {"exposed_s": step.exposed_s, "communication_s": step.communication_s}
+                timeline = f"{step.exposed_s:9.3f}{step.communication_s:8.3f}"
             pipe._session.detach()
-        rows.append(row)
-        timeline = f"{row['exposed_s']:9.3f}{row['communication_s']:8.3f}" if runner is pipe else ""
-        setting.say(f"{name:34}{taken:10.3f}{taken / least:9.2f}{error:10.1e}{timeline}")
-        measured = {"model": given.model, "layers": given.layers, "head_groups": given.head_groups}
-        measured |= {"call": _plain_values(call), "rows": rows}
+        setting.say(f"{way.name:34}{taken:10.3f}{taken / least:9.2f}{error:10.1e}{timeline}")
         setting.save(given.save, measured)
 
 
-def _ways(setting: Setting, wan: bool) -> list[tuple[str, dict[str, int] | None, bool]]:
-    """Name, fodit's degrees or None for diffusers, overlap."""
+@dataclass(frozen=True)
+class _Way:
+    """How a step is run. Without degrees it is diffusers', on one GPU or with its context parallelism."""
+
+    name: str
+    degrees: dict[str, int] | None = None
+    overlap: bool = True
+    timed: bool = True
+    context_parallel: int = 1
+
+    @property
+    def ulysses(self) -> int:
+        return self.degrees["ulysses"] if self.degrees is not None else self.context_parallel
+
+    @property
+    def cfg(self) -> int:
+        return self.degrees["cfg"] if self.degrees is not None else 1
+
+    def prepare(self, setting: Setting, pipe: Any, head_groups: HeadGroups) -> None:
+        if self.degrees is not None:
+            pipe.parallelize(
+                ParallelConfig(**self.degrees),
+                overlap=self.overlap,
+                device=setting.device,
+                head_groups=head_groups if self.overlap else None,
+            )
+            pipe._session.timeline.enabled = self.timed
+        elif self.context_parallel > 1:
+            from diffusers import ContextParallelConfig
+
+            pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=self.context_parallel))
+
+
+def _ways(setting: Setting, wan: bool) -> list[_Way]:
     n = setting.ranks
-    found: list[tuple[str, dict[str, int] | None, bool]] = [
-        ("diffusers, one GPU", None, True),
-    ]
+    found = [_Way("diffusers, one GPU")]
     if n == 1:
-        return [*found, ("fodit, one GPU", {"cfg": 1, "ulysses": 1}, True)]
+        return [*found, _Way("fodit, one GPU", {"cfg": 1, "ulysses": 1})]
+    whole = {"cfg": 1, "ulysses": n}
     found += [
-        (f"fodit, ulysses {n}, no overlap", {"cfg": 1, "ulysses": n}, False),
-        (f"fodit, ulysses {n}", {"cfg": 1, "ulysses": n}, True),
+        _Way(f"fodit, ulysses {n}, no overlap", whole, overlap=False),
+        _Way(f"fodit, ulysses {n}", whole),
+        _Way(f"fodit, ulysses {n}, untimed", whole, timed=False),  # what the report costs
     ]
     if n % 2 == 0:
-        found.append((f"fodit, cfg 2 x ulysses {n // 2}", {"cfg": 2, "ulysses": n // 2}, True))
+        found.append(_Way(f"fodit, cfg 2 x ulysses {n // 2}", {"cfg": 2, "ulysses": n // 2}))
     if wan:
-        found.append((f"diffusers, context parallel {n}", None, True))  # last: diffusers cannot undo it
+        found.append(_Way(f"diffusers, context parallel {n}", context_parallel=n))  # last: diffusers cannot undo it
     return found
+
+
+def _head_groups(given: argparse.Namespace) -> HeadGroups:
+    if not given.head_groups:
+        return None
+    shares = tuple(int(share) for share in given.head_groups.split(","))
+    return shares if len(shares) > 1 else shares[0]
 
 
 def _floor(setting: Setting, pipe: Any, call: dict[str, Any], dtype: torch.dtype) -> dict[int, float]:
