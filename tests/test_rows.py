@@ -7,7 +7,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import nn
 
 from fodit.kernels import rows
-from fodit.kernels.rows import Modulation
+from fodit.kernels.modulation import Modulation
 
 BATCH, TOKENS, WIDTH = 2, 7, 24
 

@@ -3,14 +3,13 @@
 import os
 import shutil
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from fodit.kernels.rows import Modulation, Rotary
+from fodit.kernels.modulation import Modulation, Rotary
 
 if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
     raise ImportError("Triton needs a C compiler to launch kernels: install gcc or set CC")

@@ -17,7 +17,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 from fodit.kernels import rows
-from fodit.kernels.rows import Modulation
+from fodit.kernels.modulation import Modulation
 from fodit.models.ulysses import is_plain_linear, is_watched, joined
 
 

@@ -8,7 +8,7 @@ from diffusers.hooks import ModelHook
 from diffusers.models.attention_processor import Attention
 
 from fodit.kernels import rows
-from fodit.kernels.rows import Rotary
+from fodit.kernels.modulation import Rotary
 from fodit.models.blocks import FusedCogVideoXBlock
 from fodit.models.family import ModelFamily
 from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments, refuse_training

@@ -23,6 +23,7 @@ from torch import nn
 from fodit.bench.floor import layer_floor_ms, layer_work
 from fodit.bench.setting import Setting
 from fodit.kernels import rows
+from fodit.kernels.modulation import Modulation
 from fodit.models import attach
 from fodit.parallel import ParallelConfig, ProcessGroups
 from fodit.testing import dummy
@@ -69,9 +70,9 @@ def in_double(value: Any) -> Any:
         return value.double()
     if isinstance(value, nn.Module):
         return copy.deepcopy(value).double()
-    if isinstance(value, rows.Modulation):
+    if isinstance(value, Modulation):
         table = None if value.table is None else value.table.double()
-        return rows.Modulation(value.vectors.double(), table, value.first, value.text)
+        return Modulation(value.vectors.double(), table, value.first, value.text)
     if isinstance(value, tuple):
         return tuple(in_double(one) for one in value)
     return value
@@ -100,7 +101,7 @@ def check_rows() -> int:
         text = min(3, tokens) if kind == "text" else 0
         vectors = draw(batch, tokens if kind == "token" else 1, 6, width, dtype=dtype)
         table = draw(6, width, dtype=torch.float32) if kind in ("table", "token") else None
-        modulation = rows.Modulation(vectors, table, 3 if kind == "table" else 0, text)
+        modulation = Modulation(vectors, table, 3 if kind == "table" else 0, text)
         x = draw(batch, tokens + 2, width, dtype=dtype)[:, 1 : tokens + 1]
         y = draw(tokens, batch, width, dtype=dtype).transpose(0, 1)
         norm = layer_norm(width, index % 2 == 0)
@@ -170,7 +171,7 @@ def time_rows(batch: int, tokens: int, width: int, text: int) -> None:
     x, y = draw(batch, tokens, width), draw(batch, tokens, width)
     one = x.numel() * 2
     table = None if text else draw(6, width, dtype=torch.float32)
-    modulation = rows.Modulation(draw(batch, 1, 6, width), table, 0, text)
+    modulation = Modulation(draw(batch, 1, 6, width), table, 0, text)
     plain, affine = layer_norm(width, False), layer_norm(width, True)
     size = f"{batch} x {tokens} x {width}"
     line(f"copy {size}", lambda: y.copy_(x), 2 * one)
