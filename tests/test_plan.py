@@ -73,6 +73,12 @@ def test_slab_rows_align(rows, slabs, align):
     assert all(border % align == 0 for border in borders)
 
 
+def test_slab_rows_by_shares():
+    assert slab_rows(1000, (1, 2, 1)) == (250, 500, 250)
+    assert slab_rows(1000, (1, 2, 1), align=128) == (256, 512, 232)
+    assert slab_rows(17776, (1, 4, 4, 1), align=128) == (1792, 7168, 7040, 1776)
+
+
 @given(small, small, ranks, st.integers(1, 6), st.sampled_from([1, 4]))
 def test_all_reduce(rows, width, size, slabs, align):
     plan = all_reduce_plan(rows, width, size, slabs, align)
@@ -193,7 +199,7 @@ def test_large_offsets_keep_64_bits():
         (lambda: UlyssesLayout(0, 2, 10, 1, 5, 16, 3), "1 to 2 head groups, got 3"),
         (lambda: UlyssesLayout(0, 2, 10, 1, 5, 16, (1, 0)), r"1 to 2 head groups, got \(1, 0\)"),
         (lambda: all_reduce_plan(0, 4, 2), "rows >= 1"),
-        (lambda: reduce_scatter_plan(4, 4, 2, [1, 2]), "add up to 2"),
+        (lambda: reduce_scatter_plan(4, 4, 2, (1, 2, 1)), "cannot split 2 in proportion to"),
         (lambda: all_reduce_plan(4, 4, 2, slabs=0), "at least one slab"),
         (lambda: split_sizes(4, 0), "parts >= 1"),
     ],

@@ -41,6 +41,7 @@ SHAPES = (
 )
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_to_all")
 HEAD_DIM = 128
+Slabs = int | tuple[int, ...]
 SMALLEST = 16  # the smallest useful slab is a sixteenth
 COLUMNS = ("gemm", "kernel", "comm", "serial", "decomposed", "async_tp", "fodit", "bound")
 
@@ -48,7 +49,7 @@ COLUMNS = ("gemm", "kernel", "comm", "serial", "decomposed", "async_tp", "fodit"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default=",".join(OPERATIONS), help="comma-separated (default: all)")
     parser.add_argument("--shapes", help="M,N,K/M,N,K/... (default: those of the models)")
-    parser.add_argument("--slabs", default="2,4,8,16", help="numbers of slabs to try (default: 2,4,8,16)")
+    parser.add_argument("--slabs", default="2,4,8,16,1-4-4-4-1", help="numbers of slabs, or relative sizes, to try")
     parser.add_argument("--reserve", default="0,8,16", help="SMs left to NCCL to try (default: 0,8,16)")
     parser.add_argument("--repeats", type=int, default=15)
 
@@ -68,7 +69,7 @@ def run(setting: Setting, given: argparse.Namespace) -> None:
                 rows.append(row)
                 setting.save(given.save, {"rows": rows, "fallbacks": sorted(comm.fallbacks)})
                 times = "".join(f"{row[name]:11.3f}" if row.get(name) else f"{'-':>11}" for name in COLUMNS)
-                plan = "serial" if row["plan"] is None else "{} slabs, {} SMs left".format(*row["plan"])
+                plan = "serial" if row["plan"] is None else "slabs {}, {} SMs left".format(*row["plan"])
                 setting.say(f"{shape!s:>20} {op:<15}{times}{row['fraction']:10.3f}  {plan}")
     for op in given.ops.split(","):
         mine = [row for row in rows if row["op"] == op]
@@ -109,14 +110,16 @@ def _measure(
 
     wanted = case.reference()
     best, plan = row["serial"], None
-    for slabs in (int(one) for one in given.slabs.split(",")):
+    for text in given.slabs.split(","):
+        shares = tuple(int(share) for share in text.split("-"))
+        slabs = shares if len(shares) > 1 else shares[0]
         for reserve in (int(one) for one in given.reserve.split(",")):
             comm.gemm_sms = max(_sms(setting) - reserve, 1)
             case.check(case.fodit(slabs), wanted)
             taken = time(partial(case.fodit, slabs))
-            row[f"fodit_{slabs}_{reserve}"] = taken
+            row[f"fodit_{text}_{reserve}"] = taken
             if taken < best:
-                best, plan = taken, (slabs, reserve)
+                best, plan = taken, (text, reserve)
     row["fodit"], row["plan"] = best, plan
 
     last = time(lambda: case.collective(0, m // SMALLEST))
@@ -158,7 +161,7 @@ class _Case:
         for work in works:
             work.wait()
 
-    def fodit(self, slabs: int) -> torch.Tensor:
+    def fodit(self, slabs: Slabs) -> torch.Tensor:
         raise NotImplementedError
 
     def reference(self) -> torch.Tensor:
@@ -175,7 +178,7 @@ class _AllReduce(_Case):
     def collective(self, start: int, stop: int, asynchronous: bool = False) -> Any:
         return dist.all_reduce(self.out[start:stop], async_op=asynchronous)
 
-    def fodit(self, slabs: int) -> torch.Tensor:
+    def fodit(self, slabs: Slabs) -> torch.Tensor:
         plan = _kept(all_reduce_plan, *self.out.shape, self.comm.size, slabs)
         return gemm_all_reduce(self.a, self.weight, comm=self.comm, plan=plan)
 
@@ -190,7 +193,7 @@ class _ReduceScatter(_Case):
         target = self.received[: (stop - start) // self.comm.size]
         return reduce_scatter_single(target, self.out[start:stop], async_op=asynchronous)
 
-    def fodit(self, slabs: int) -> torch.Tensor:
+    def fodit(self, slabs: Slabs) -> torch.Tensor:
         plan = _kept(reduce_scatter_plan, *self.out.shape, self.comm.size, slabs)
         return gemm_reduce_scatter(self.a, self.weight, comm=self.comm, plan=plan)
 
@@ -207,13 +210,14 @@ class _AllToAll(_Case):
         source, target = self.out[start : start + rows].view(-1), self.received[start : start + rows].view(-1)
         return dist.all_to_all_single(target, source, async_op=asynchronous)
 
-    def layout(self, groups: int) -> UlyssesLayout:
+    def layout(self, groups: Slabs) -> UlyssesLayout:
         rows, width = self.out.shape
         heads = width // HEAD_DIM
-        groups = min(groups, heads // self.comm.size)
+        if isinstance(groups, int):
+            groups = min(groups, heads // self.comm.size)
         return UlyssesLayout(self.comm.rank, self.comm.size, rows * self.comm.size, 1, heads, HEAD_DIM, groups)
 
-    def fodit(self, slabs: int) -> torch.Tensor:
+    def fodit(self, slabs: Slabs) -> torch.Tensor:
         plan = _kept(lambda groups: self.layout(groups).column_plan(1), slabs, key=(self.out.shape, slabs))
         arrivals = gemm_all_to_all(self.a, [self.weight], [None], comm=self.comm, plan=plan)
         received = [arrivals.wait(index) for index in range(len(plan.slabs))]

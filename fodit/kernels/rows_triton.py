@@ -96,8 +96,8 @@ def rows(
     x: torch.Tensor,
     y: torch.Tensor | None,
     norm: Any,
-    gate: "Modulation | None",
-    modulation: "Modulation | None",
+    gate: Modulation | None,
+    modulation: Modulation | None,
     *,
     each: int = ROWS,
     warps: int | None = None,
@@ -136,7 +136,7 @@ def rows(
     return total, normed
 
 
-def _arguments(modulation: "Modulation | None", x: torch.Tensor) -> tuple:
+def _arguments(modulation: Modulation | None, x: torch.Tensor) -> tuple:
     """Vectors, table, strides over batch and token, index of the shift. Any tensor stands for what is not there."""
     if modulation is None:
         return x, None, 0, 0, 0
@@ -259,7 +259,7 @@ def arrive(
     weights: Sequence[torch.Tensor | None],
     biases: Sequence[torch.Tensor | None],
     eps: Sequence[float],
-    rotary: "Rotary | None",
+    rotary: Rotary | None,
     text: int,
     totals: torch.Tensor | None,
     width: int,

@@ -5,10 +5,9 @@ into segments, stores every segment at an address of the send buffer, and groups
 into slabs. Nothing needs reordering after a collective, because the order is already in the store addresses.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fodit.plan.split import ranges, split_sizes
+from fodit.plan.split import ranges, share_sizes, split_sizes
 
 
 @dataclass(frozen=True)
@@ -67,27 +66,25 @@ class Plan:
     recv_size: int
 
 
-def slab_rows(rows: int, slabs: int | Sequence[int], align: int = 1) -> tuple[int, ...]:
-    """Rows of each slab: given as they are, or a number of nearly even slabs whose borders are multiples of `align`.
+def slab_rows(rows: int, slabs: int | tuple[int, ...], align: int = 1) -> tuple[int, ...]:
+    """Rows of each slab, whose borders are multiples of `align`.
 
-    There are never more slabs than rows (counted in units of `align`), so a plan holds no empty slab.
+    `slabs` is a number of nearly even slabs, of which there are never more than fit, or their relative sizes.
     """
-    if not isinstance(slabs, int):
-        if sum(slabs) != rows or min(slabs, default=0) < 1:
-            raise ValueError(f"slab rows {tuple(slabs)} must be positive and add up to {rows}")
-        return tuple(slabs)
-    if slabs < 1:
-        raise ValueError(f"a plan needs at least one slab, got {slabs}")
     units = -(-rows // align)
-    borders = [stop * align for _, stop in ranges(split_sizes(units, min(slabs, units)))]
-    borders[-1] = rows
-    return tuple(stop - start for start, stop in zip([0, *borders[:-1]], borders, strict=True))
+    if isinstance(slabs, int):
+        if slabs < 1:
+            raise ValueError(f"a plan needs at least one slab, got {slabs}")
+        slabs = (1,) * min(slabs, units)
+    sizes = [size * align for size in share_sizes(units, slabs)]
+    sizes[-1] -= units * align - rows
+    return tuple(sizes)
 
 
-def all_reduce_plan(rows: int, width: int, ranks: int, slabs: int | Sequence[int] = 1, align: int = 1) -> Plan:
+def all_reduce_plan(rows: int, width: int, ranks: int, slabs: int | tuple[int, ...] = 1, align: int = 1) -> Plan:
     """GEMM + all-reduce: a slab is a range of rows of D [rows, width], reduced in place.
 
-    `slabs` is a number of slabs or the rows of each; `align` is the tile height the borders should fall on.
+    `slabs` is a number of slabs or their relative sizes; `align` is the tile height the borders should fall on.
     """
     _positive(rows=rows, width=width, ranks=ranks)
     made = []
@@ -97,12 +94,12 @@ def all_reduce_plan(rows: int, width: int, ranks: int, slabs: int | Sequence[int
     return Plan("all_reduce", ranks, rows, (width,), tuple(made), rows * width, rows * width)
 
 
-def reduce_scatter_plan(rows: int, width: int, ranks: int, slabs: int | Sequence[int] = 1, align: int = 1) -> Plan:
+def reduce_scatter_plan(rows: int, width: int, ranks: int, slabs: int | tuple[int, ...] = 1, align: int = 1) -> Plan:
     """GEMM + reduce-scatter by rows: rank p keeps the p-th of `split_ranges(rows, ranks)`.
 
     Slab j holds, for each rank in turn, the j-th range of that rank's rows, so what a rank receives is contiguous
     rows of its result. Where `rows` does not divide evenly, shorter ranks have one unused row in the last slab.
-    `slabs` counts, or lists the rows of, the slabs of one rank's share.
+    `slabs` is a number of slabs of one rank's share, or their relative sizes.
     """
     _positive(rows=rows, width=width, ranks=ranks)
     owned = ranges(split_sizes(rows, ranks))

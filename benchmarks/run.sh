@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# All checks and benchmarks that need two GPUs, each under a time limit of its own; results as JSON into OUT.
+#   benchmarks/run.sh OUT [checks|ops|steps ...]        (default: all three)
+# LIMIT seconds each (default 600); PROFILES, MODELS and SHAPES narrow the benchmarks.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${1:?"usage: benchmarks/run.sh OUT [checks|ops|steps ...]"}
+shift
+what=${*:-checks ops steps}
+profiles=${PROFILES:-nvlink no-p2p consumer}
+models=${MODELS:-CogVideoX-2b CogVideoX-5b CogVideoX1.5-5b Wan2.1-T2V-1.3B Wan2.1-T2V-14B}
+mkdir -p "$out"
+failed=0
+
+run() {
+    echo "== $*"
+    timeout "${LIMIT:-600}" "$@" || { failed=1; echo "== failed: $*" >&2; }
+}
+
+bench() {
+    run python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m fodit.bench "$@"
+}
+
+for part in $what; do
+    case $part in
+        checks) run python3 -m pytest -q -s tests/gpu ;;
+        ops)
+            for profile in $profiles; do
+                bench ops --profile "$profile" ${SHAPES:+--shapes "$SHAPES"} --save "$out/ops-$profile.json"
+            done ;;
+        steps)
+            for model in $models; do
+                for profile in $profiles; do
+                    bench step --model "$model" --profile "$profile" --save "$out/step-$model-$profile.json"
+                done
+            done ;;
+        *) echo "no part $part: checks, ops or steps" >&2; exit 2 ;;
+    esac
+done
+exit $failed
