@@ -2,15 +2,16 @@
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 WAIT_FOR_REASON_S = 3.0
+T = TypeVar("T")
 
 
 class RankError(RuntimeError):
@@ -43,6 +44,16 @@ def together(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
     if failed:
         raise RankError(f"{doing} failed on other ranks; " + "; ".join(failed))
+
+
+def in_turns(group: dist.ProcessGroup | None, turns: int, mine: int, doing: str, body: Callable[[], T]) -> T:
+    """`body()` on the ranks whose turn is `mine`, one turn after the other; a failure in any turn ends all ranks."""
+    result: list[T] = []
+    for turn in range(turns):
+        with together(group, doing):
+            if turn == mine:
+                result.append(body())
+    return result[0]
 
 
 @contextmanager

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from diffusers import DiffusionPipeline
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from fodit.agreement import check_same, together
+from fodit.agreement import check_same, in_turns, together
 from fodit.models.attachment import family_of
 from fodit.models.sequence import HeadGroups
 from fodit.parallel import ParallelConfig, initialise, rank_device, world_size
-from fodit.pipelines.checkpoint import TRANSFORMERS, fewest_heads
+from fodit.pipelines.checkpoint import TRANSFORMERS, fewest_heads, loading_turns
 from fodit.pipelines.session import Session
 from fodit.report import Report
 
@@ -80,9 +80,16 @@ class FoPipeline(DiffusionPipeline):
         with together(control, "reading the checkpoint's configuration"):
             heads = fewest_heads(cls, pretrained_model_name_or_path, kwargs)
             parallel = parallel.resolve(world_size(), heads)
-        with together(control, "loading"), _bars_on_rank_0():
-            pipe = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+        def load() -> Any:
+            pipe = super(FoPipeline, cls).from_pretrained(pretrained_model_name_or_path, **kwargs)
             _place(pipe, placed, offload)
+            return pipe
+
+        leaves_host = placed.type == "cuda" and offload is None
+        turns, mine = loading_turns(control, pretrained_model_name_or_path) if leaves_host else (1, 0)
+        with _bars_on_rank_0():
+            pipe = in_turns(control, turns, mine, "loading", load)
         pipe._session = Session(parallel, placed, control, overlap, output_rank, head_groups)
         return pipe
 

@@ -1,12 +1,16 @@
 """What a checkpoint says of itself, read and checked before any weights load."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch.distributed as dist
 from diffusers import ConfigMixin, DiffusionPipeline
 
+from fodit.agreement import everyone
 from fodit.models.attachment import FAMILIES
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision")
@@ -56,6 +60,20 @@ def fewest_heads(pipeline: type[DiffusionPipeline], source: str | Path, argument
 def _config(transformer: Any, source: str, name: str, hub: dict[str, Any]) -> dict[str, Any]:
     assert issubclass(transformer, ConfigMixin)
     return dict(transformer.load_config(source, subfolder=name, **hub))
+
+
+def loading_turns(control: dist.ProcessGroup | None, source: str | Path) -> tuple[int, int]:
+    """How many turns the ranks of a machine take to load, and which is this rank's; the same number on all ranks.
+
+    All at once if the host has room for the checkpoint once per rank; otherwise one after the other, each placing its
+    weights on its GPU before the next one starts. Only a local folder's size is known beforehand.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    weights = [path for kind in ("safetensors", "bin") for path in Path(source).glob(f"*/*.{kind}")]
+    needed = ranks * sum(path.stat().st_size for path in weights)
+    turns = ranks if needed > psutil.virtual_memory().available else 1
+    turns = max(everyone(control, turns))
+    return turns, int(os.environ.get("LOCAL_RANK", "0")) % turns
 
 
 def check_weights(folder: Path) -> None:

@@ -3,6 +3,8 @@
 import os
 import shutil
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from ranks import enter_rank, free_port
 from test_parity import CALL, SIZES, load
 
 from fodit import FoCogVideoXPipeline, FoWanPipeline, ParallelConfig
-from fodit.agreement import RankError, digest
+from fodit.agreement import RankError, digest, in_turns
+from fodit.parallel import initialise
 from fodit.pipelines import base
+from fodit.pipelines.checkpoint import loading_turns
 
 
 def refused(folder, kind, arguments, call):
@@ -138,6 +142,38 @@ def test_ranks_that_disagree(pool, tiny, what):
         where = "from_pretrained" if what == "overlap" else "this call"
         assert f"the ranks disagree on the arguments of {where}" in error
         assert f"{what} is " in error and " on rank 0, " in error and " on rank 1" in error
+
+
+def take_turns(turns, fail):
+    rank, control = int(os.environ["RANK"]), initialise(torch.device("cpu"), 60)
+
+    def body():
+        if rank == fail:
+            raise ValueError("no disk")
+        began = time.monotonic()
+        time.sleep(0.05)
+        return began, time.monotonic()
+
+    return in_turns(control, turns, rank % turns, "loading", body)
+
+
+def test_turns(pool):
+    spans = pool.run(3, take_turns, 3, None)
+    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+    together, other = pool.run(2, take_turns, 1, None)
+    assert together[0] < other[1] and other[0] < together[1]
+    for rank, error in enumerate(pool.errors(3, take_turns, 3, 1)):
+        assert ("ValueError: no disk" if rank == 1 else "loading failed on other ranks; rank 1: ValueError") in error
+
+
+def test_number_of_turns(tiny, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    size = sum(path.stat().st_size for path in Path(tiny("wan2.1")).glob("*/*.safetensors"))
+    for available, wanted in [(4 * size, (1, 0)), (4 * size - 1, (4, 3))]:
+        monkeypatch.setattr("psutil.virtual_memory", lambda a=available: SimpleNamespace(available=a))
+        assert loading_turns(None, tiny("wan2.1")) == wanted
+    assert loading_turns(None, "zai-org/CogVideoX-5b") == (1, 0)
 
 
 def test_weights_that_do_not_fit():

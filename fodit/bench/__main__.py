@@ -8,7 +8,7 @@ from fodit.bench import ops, step
 from fodit.bench.setting import PROFILES, Setting
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fodit.bench", description="Benchmarks; run under torchrun.")
     commands = parser.add_subparsers(dest="command", required=True)
     for module, name, summary in (
@@ -21,7 +21,7 @@ def main() -> None:
         command.add_argument("--profile", choices=PROFILES, default="nvlink", help="link profile (default: nvlink)")
         command.add_argument("--sms", type=int, help="SMs of the compute stream (default: the profile's)")
         command.add_argument("--save", help="write the results to this JSON file")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     setting = Setting(given.profile, given.sms)
     given.run(setting, given)
     setting.barrier()
