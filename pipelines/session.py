@@ -91,6 +91,8 @@ class Session:
             check_same(self.control, "this call", arguments)
             for attachment in self.attachments.values():
                 attachment.reset()
+            for comm in (self.groups.cfg, self.groups.ulysses):
+                comm.fallbacks.clear()
             self.timeline.clear()
             self._text_encoding_s = self._denoised_at = 0.0
             if self.device.type == "cuda":

@@ -107,7 +107,7 @@ def with_own_projection(make):
 def test_other_projections_are_right_and_said(pool, make):
     for error, notes in pool.run(2, with_own_projection, make):
         assert error < 1e-5
-        assert any("to_q is a Adapted" in note for note in notes)
+        assert any("to_q is a " in note and "Adapted" in note for note in notes)
 
 
 def test_a_changed_weight_counts():

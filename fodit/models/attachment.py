@@ -11,7 +11,7 @@ from fodit.models import cogvideox, wan
 from fodit.models.family import ModelFamily
 from fodit.models.guidance import SplitBatch, SplitPasses
 from fodit.models.sequence import HeadGroups, ShardedSequence
-from fodit.models.ulysses import is_plain_linear
+from fodit.models.ulysses import class_name, is_plain_linear
 from fodit.parallel import ProcessGroups
 
 HOOK = "fodit"  # prefix of the hooks' names in diffusers' registry
@@ -90,7 +90,9 @@ class Attachment:
         return SplitPasses(self.groups.cfg, guided)
 
     def reset(self) -> None:
-        """Start afresh after a call that was broken off."""
+        """Before a pipeline call: forget a step that was broken off, and what the last call had to note."""
+        for _, hook in self._fused:
+            hook.reasons.clear()
         if isinstance(self._passes, SplitPasses):
             self._passes.reset()
         if self._passes is not None:
@@ -105,7 +107,7 @@ class Attachment:
                 "the same; use cfg=1"
             )
         modules = [(f"to_{name}", getattr(a, f"to_{name}")) for a in self.attentions for name in "qkv"]
-        other = sorted({f"{n} is a {type(m).__name__}" for n, m in modules if not is_plain_linear(m)})
+        other = sorted({f"{n} is a {class_name(m)}" for n, m in modules if not is_plain_linear(m)})
         if other and self.groups.ulysses.size > 1:
             found.append(f"projection not overlapped with its exchange: {', '.join(other)}")
         found += sorted({reason for _, hook in self._fused for reason in hook.reasons})

@@ -18,14 +18,14 @@ from torch import nn
 
 from fodit.kernels import rows
 from fodit.kernels.modulation import Modulation
-from fodit.models.ulysses import is_plain_linear, is_watched, joined
+from fodit.models.ulysses import class_name, is_plain_linear, is_watched, joined
 
 
 class FusedBlock(ModelHook):
     """On a block: the fused forward. Register it before other hooks of the block, so that theirs surround it.
 
     Attributes:
-        reasons: why a block's own forward ran, or a part of it was not fused, in calls so far.
+        reasons: why a block's own forward ran, or a part of it was not fused, since `Attachment.reset()`.
     """
 
     block: type[nn.Module]
@@ -60,7 +60,7 @@ class FusedBlock(ModelHook):
             self.reasons.add(f"GELU not fused: the activation is {type(first).__name__} or has hooks")
             x = first(x)
         elif not is_plain_linear(first.proj):
-            self.reasons.add(f"GELU not fused: its projection is a {type(first.proj).__name__} or has hooks")
+            self.reasons.add(f"GELU not fused: its projection is a {class_name(first.proj)} or has hooks")
             x = first(x)
         else:
             x = rows.linear_gelu(x, first.proj.weight, first.proj.bias)

@@ -134,6 +134,11 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_watched(module)
 
 
+def class_name(module: nn.Module) -> str:
+    """With its package, since adapters name their classes like what they adapt: peft has a Linear of its own."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks of torch, diffusers or accelerate act when the module is called."""
     registry = getattr(module, "_diffusers_hook", None)
