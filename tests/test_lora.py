@@ -10,7 +10,10 @@ from test_parity import CALL, SIZES, load
 from fodit import ParallelConfig
 
 KINDS = ["cogvideox-rope", "wan2.1"]
-TARGETS = {"cogvideox-rope": ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj"], "wan2.1": ["to_q", "to_v", "ffn.net.2"]}
+TARGETS = {
+    "cogvideox-rope": ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj"],
+    "wan2.1": ["to_q", "to_v", "ffn.net.2"],
+}
 
 
 def add_adapter(pipe, kind):

@@ -20,9 +20,10 @@ def main(arguments: list[str] | None = None) -> None:
         module.add_arguments(command)
         command.add_argument("--profile", choices=PROFILES, default="nvlink", help="link profile (default: nvlink)")
         command.add_argument("--sms", type=int, help="SMs of the compute stream (default: the profile's)")
+        command.add_argument("--max-ctas", type=int, help="most thread blocks of a collective (default: NCCL's)")
         command.add_argument("--save", help="write the results to this JSON file")
     given = parser.parse_args(arguments)
-    setting = Setting(given.profile, given.sms)
+    setting = Setting(given.profile, given.sms, given.max_ctas)
     given.run(setting, given)
     setting.barrier()
     if dist.is_initialized():

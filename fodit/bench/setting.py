@@ -30,14 +30,17 @@ class Setting:
     Args:
         profile: one of `PROFILES`.
         sms: SMs of the compute stream; None takes the profile's.
+        max_ctas: the most thread blocks that NCCL takes for a collective; None leaves it to NCCL.
     """
 
-    def __init__(self, profile: str, sms: int | None = None) -> None:
+    def __init__(self, profile: str, sms: int | None = None, max_ctas: int | None = None) -> None:
         if profile not in PROFILES:
             raise ValueError(f"no profile {profile!r}; there are {', '.join(PROFILES)}")
         if profile != "nvlink":
             os.environ["NCCL_P2P_DISABLE"] = "1"  # read by NCCL when its first communicator is made
-        self.profile = profile
+        if max_ctas is not None:
+            os.environ["NCCL_MAX_CTAS"] = str(max_ctas)
+        self.profile, self.max_ctas = profile, max_ctas
         self.device = rank_device("cuda")
         torch.cuda.set_device(self.device)
         self.sms = sms if sms is not None else (CONSUMER_SMS if profile == "consumer" else 0)
@@ -92,6 +95,7 @@ class Setting:
             "gpus": f"{self.ranks} x {torch.cuda.get_device_name(self.device)}",
             "profile": self.profile,
             "compute_sms": self.sms or torch.cuda.get_device_properties(self.device).multi_processor_count,
+            "nccl_max_ctas": self.max_ctas,
             "versions": versions(),
             "commit": _commit(),
         }
