@@ -1,10 +1,12 @@
 """What fodit adds to a diffusers pipeline: ranks, agreement between them, and the report."""
 
 import inspect
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -160,10 +162,14 @@ class FoPipeline(DiffusionPipeline):
             return output
         return type(output)(frames=None) if not isinstance(output, tuple) else (None,)
 
+    @property
+    def _plain_class(self) -> type[DiffusionPipeline]:
+        """diffusers' class that this one is mixed into."""
+        return next(cls for cls in type(self).__mro__ if not issubclass(cls, FoPipeline) and "__call__" in vars(cls))
+
     @cached_property
     def _signature(self) -> inspect.Signature:
-        plain = next(cls for cls in type(self).__mro__ if not issubclass(cls, FoPipeline) and "__call__" in vars(cls))
-        return inspect.signature(plain.__call__)
+        return inspect.signature(self._plain_class.__call__)
 
     def check_inputs(self, *args: Any, **kwargs: Any) -> None:
         """diffusers' checks, and those it leaves to a shape error later."""
@@ -198,6 +204,17 @@ class FoPipeline(DiffusionPipeline):
         finally:
             self._progress_bar_config = config
         return bar if total is None else _StepBar(bar, total, session)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """diffusers' own, written by rank 0 and under the name of diffusers' class, so that it loads there too."""
+        session = self._session
+        with together(session.control if session is not None else None, "saving"):
+            if session is None or session.rank == 0:
+                super().save_pretrained(save_directory, *args, **kwargs)
+                index = Path(save_directory) / self.config_name
+                content = json.loads(index.read_text(encoding="utf-8"))
+                content["_class_name"] = self._plain_class.__name__
+                index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def enable_model_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
         """diffusers' offloading, by default to this rank's GPU instead of the first one."""

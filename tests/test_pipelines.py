@@ -193,3 +193,18 @@ def test_made_from_components(tiny):
     pipe = type(pipe)(**plain.components)
     assert np.array_equal(pipe(generator=torch.Generator().manual_seed(1), **call).frames, wanted)
     assert pipe.report.parallel.world_size == 1
+
+
+def save(folder, kind, target):
+    load(folder, kind).save_pretrained(target)
+
+
+@pytest.mark.parametrize("kind", ["cogvideox-rope", "wan2.2"])
+def test_saved_for_diffusers_and_back(pool, tiny, kind, tmp_path):
+    pool.run(2, save, tiny(kind), kind, tmp_path / "saved")
+    call = CALL | SIZES[kind]
+    wanted = load(tiny(kind), kind)(generator=torch.Generator().manual_seed(5), **call).frames
+    plain = (WanPipeline if kind == "wan2.2" else CogVideoXPipeline).from_pretrained(tmp_path / "saved")
+    np.testing.assert_allclose(plain(generator=torch.Generator().manual_seed(5), **call).frames, wanted, atol=2e-5)
+    again = load(tmp_path / "saved", kind)
+    assert np.array_equal(again(generator=torch.Generator().manual_seed(5), **call).frames, wanted)
