@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,15 +132,21 @@ def test_why_there_are_no_kernels(fresh, tmp_path):
 def test_kernels_of_a_device(fresh, library):
     fresh.setenv("FODIT_KERNEL_LIBRARY", str(library.path))
     cuda = torch.device("cuda", 0)
-    for capability, name, wanted in [
-        ((9, 0), "", Family.HOPPER),
-        ((9, 0), "ampere", Family.AMPERE),
-        ((8, 9), "", Family.AMPERE),
-        ((12, 0), "", Family.AMPERE),
-        ((8, 6), "hopper", None),
-        ((7, 5), "", None),
+    kib = 1024
+    for capability, name, shared, wanted in [
+        ((9, 0), "", 227 * kib, Family.HOPPER),
+        ((9, 0), "ampere", 227 * kib, None),  # compiled for 90a, not for 90
+        ((8, 0), "", 163 * kib, Family.AMPERE),
+        ((8, 9), "", 99 * kib, Family.AMPERE),
+        ((12, 0), "", 99 * kib, Family.AMPERE),
+        ((12, 1), "", 99 * kib, Family.AMPERE),
+        ((10, 0), "", 227 * kib, None),
+        ((8, 6), "hopper", 99 * kib, None),
+        ((7, 5), "", 64 * kib, None),
     ]:
         fresh.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        offered = SimpleNamespace(shared_memory_per_block_optin=shared)
+        fresh.setattr(torch.cuda, "get_device_properties", lambda _, o=offered: o)
         fresh.setenv("FODIT_KERNEL", name)
         gemm.kernels_for.cache_clear()
         found = gemm.kernels_for(cuda)
@@ -147,12 +154,15 @@ def test_kernels_of_a_device(fresh, library):
             assert f"for compute capability {capability[0]}.{capability[1]}" in found
         else:
             assert {kernel.family for kernel in found} == {wanted}
+            assert max(kernel.shared_bytes for kernel in found) <= shared
+            ring = {kernel.shared_bytes for kernel in library.kernels if kernel.family == Family.AMPERE}
+            assert any(size > 99 * kib for size in ring), "some kernels are too large for consumer cards"
 
 
 KERNELS = (
-    Kernel(0, "wide", Family.AMPERE, 128, 256, 80, 90),
-    Kernel(1, "square", Family.AMPERE, 128, 128, 80, 90),
-    Kernel(2, "small", Family.AMPERE, 64, 64, 80, 90),
+    Kernel(0, "wide", Family.AMPERE, 128, 256, 32, 4, 80, 90),
+    Kernel(1, "square", Family.AMPERE, 128, 128, 32, 4, 80, 90),
+    Kernel(2, "small", Family.AMPERE, 64, 64, 32, 4, 80, 90),
 )
 
 

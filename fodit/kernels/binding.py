@@ -53,8 +53,29 @@ class Kernel:
     family: Family
     tile_m: int
     tile_n: int
+    tile_k: int
+    stages: int
     min_arch: int
     max_arch: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the main loop's stages, the least that a block needs."""
+        return self.stages * (self.tile_m + self.tile_n) * self.tile_k * 2
+
+
+def _kernel(index: int, found: _Kernel) -> Kernel:
+    return Kernel(
+        index,
+        found.name.decode(),
+        Family(found.family),
+        found.tile_m,
+        found.tile_n,
+        found.tile_k,
+        found.stages,
+        found.min_arch,
+        found.max_arch,
+    )
 
 
 class KernelError(RuntimeError):
@@ -84,13 +105,37 @@ class Library:
         found = (_Kernel * count)()
         self._lib.fodit_kernels(found, count)
         self.kernels = tuple(
-            Kernel(i, k.name.decode(), Family(k.family), k.tile_m, k.tile_n, k.min_arch, k.max_arch)
+            _kernel(i, k)
             for i, k in enumerate(found)
         )
 
     @property
     def build_info(self) -> str:
         return self._lib.fodit_build_info().decode()
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """That it was compiled for, such as 89 or 90a."""
+        return tuple(self.build_info.partition(";")[0].removeprefix("architectures ").replace(",", " ").split())
+
+    def kernels_on(self, capability: tuple[int, int], shared_bytes: int) -> tuple[Kernel, ...]:
+        """The kernels that run on a device of this compute capability with this shared memory for a block.
+
+        Machine code runs on its own major version from its own minor version on; that of 90a on 9.0 alone.
+        """
+        major, minor = capability
+        plain = [divmod(int(arch), 10) for arch in self.architectures if arch.isdigit()]
+        compiled = {
+            Family.AMPERE: any(arch[0] == major and arch[1] <= minor for arch in plain),
+            Family.HOPPER: capability == (9, 0) and "90a" in self.architectures,
+        }
+        return tuple(
+            one
+            for one in self.kernels
+            if compiled[one.family]
+            and one.min_arch <= 10 * major + minor <= one.max_arch
+            and one.shared_bytes <= shared_bytes
+        )
 
     def gemm(self, arguments: Gemm, stream: int) -> None:
         """Enqueue a product on a stream (its cudaStream_t)."""

@@ -84,10 +84,10 @@ def kernels_for(device: torch.device) -> tuple[Kernel, ...] | str:
     if isinstance(found, str):
         return found
     major, minor = torch.cuda.get_device_capability(device)
-    arch = 10 * major + minor
-    fitting = [one for one in found.kernels if one.min_arch <= arch <= one.max_arch]
+    properties = torch.cuda.get_device_properties(device)
+    fitting = found.kernels_on((major, minor), properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
     if wanted:
-        fitting = [one for one in fitting if one.family == Family[wanted.upper()]]
+        fitting = tuple(one for one in fitting if one.family == Family[wanted.upper()])
     if not fitting:
         return f"{found.path} has no {wanted or 'kernel'} for compute capability {major}.{minor} ({found.build_info})"
     best = max(one.family for one in fitting)

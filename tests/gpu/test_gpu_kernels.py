@@ -32,11 +32,10 @@ def run(*command: str) -> str:
 
 def kernels_of(library: Library, family: str) -> None:
     """Skip where the library or the device has none."""
-    major, minor = torch.cuda.get_device_capability()
-    arch = 10 * major + minor
-    names = [k.name for k in library.kernels if k.min_arch <= arch <= k.max_arch and k.name.startswith(family)]
-    if not names or (family == "ampere" and arch == 90 and " 90" not in f" {library.build_info}".replace(",", " ")):
-        pytest.skip(f"no {family} kernels for {major}.{minor} in {library.build_info}")
+    capability = torch.cuda.get_device_capability()
+    offered = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    if not any(kernel.name.startswith(family) for kernel in library.kernels_on(capability, offered)):
+        pytest.skip(f"no {family} kernels for {capability} in {library.build_info}")
 
 
 @pytest.mark.parametrize("what", ["check", "stress", "special"])
