@@ -11,7 +11,7 @@ SEEDS = range(6)  # single runs scatter; the errors of several are compared
 def latents(pipe, kind):
     pipe.set_progress_bar_config(disable=True)
     call = CALL | SIZES[kind] | {"output_type": "latent"}
-    return [pipe(generator=torch.Generator().manual_seed(seed), **call).frames.double() for seed in SEEDS]
+    return [pipe(generator=torch.Generator().manual_seed(seed), **call).frames.double().cpu() for seed in SEEDS]
 
 
 def error(found, wanted):
