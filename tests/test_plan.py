@@ -73,6 +73,13 @@ def test_slab_rows_align(rows, slabs, align):
     assert all(border % align == 0 for border in borders)
 
 
+def test_plans_are_made_once():
+    assert all_reduce_plan(64, 8, 2, 3) is all_reduce_plan(64, 8, 2, 3)
+    assert reduce_scatter_plan(64, 8, 2, 3) is not reduce_scatter_plan(64, 8, 2, 4)
+    layout = UlyssesLayout(0, 2, 10, 1, 4, 16)
+    assert layout.projection_plan is layout.projection_plan
+
+
 def test_slab_rows_by_shares():
     assert slab_rows(1000, (1, 2, 1)) == (250, 500, 250)
     assert slab_rows(1000, (1, 2, 1), align=128) == (256, 512, 232)

@@ -15,7 +15,7 @@ For each shape (M, N, K), operation and link profile, side by side in one run:
 
 import argparse
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from math import exp, log
 from typing import Any
 
@@ -27,7 +27,7 @@ from fodit.kernels.gemm import kernels_for
 from fodit.ops import Communicator, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
 from fodit.ops.communicator import reduce_scatter_single
 from fodit.ops.gemm import ROW_ALIGN
-from fodit.plan import UlyssesLayout, all_reduce_plan, reduce_scatter_plan
+from fodit.plan import Plan, UlyssesLayout, all_reduce_plan, reduce_scatter_plan
 
 SHAPES = (
     (17776, 3072, 6144),
@@ -179,7 +179,7 @@ class _AllReduce(_Case):
         return dist.all_reduce(self.out[start:stop], async_op=asynchronous)
 
     def fodit(self, slabs: Slabs) -> torch.Tensor:
-        plan = _kept(all_reduce_plan, *self.out.shape, self.comm.size, slabs)
+        plan = all_reduce_plan(*self.out.shape, self.comm.size, slabs, ROW_ALIGN)
         return gemm_all_reduce(self.a, self.weight, comm=self.comm, plan=plan)
 
     def reference(self) -> torch.Tensor:
@@ -194,7 +194,7 @@ class _ReduceScatter(_Case):
         return reduce_scatter_single(target, self.out[start:stop], async_op=asynchronous)
 
     def fodit(self, slabs: Slabs) -> torch.Tensor:
-        plan = _kept(reduce_scatter_plan, *self.out.shape, self.comm.size, slabs)
+        plan = reduce_scatter_plan(*self.out.shape, self.comm.size, slabs, ROW_ALIGN)
         return gemm_reduce_scatter(self.a, self.weight, comm=self.comm, plan=plan)
 
     def reference(self) -> torch.Tensor:
@@ -210,15 +210,8 @@ class _AllToAll(_Case):
         source, target = self.out[start : start + rows].view(-1), self.received[start : start + rows].view(-1)
         return dist.all_to_all_single(target, source, async_op=asynchronous)
 
-    def layout(self, groups: Slabs) -> UlyssesLayout:
-        rows, width = self.out.shape
-        heads = width // HEAD_DIM
-        if isinstance(groups, int):
-            groups = min(groups, heads // self.comm.size)
-        return UlyssesLayout(self.comm.rank, self.comm.size, rows * self.comm.size, 1, heads, HEAD_DIM, groups)
-
     def fodit(self, slabs: Slabs) -> torch.Tensor:
-        plan = _kept(lambda groups: self.layout(groups).column_plan(1), slabs, key=(self.out.shape, slabs))
+        plan = _column_plan(self.comm.rank, self.comm.size, *self.out.shape, slabs)
         arrivals = gemm_all_to_all(self.a, [self.weight], [None], comm=self.comm, plan=plan)
         received = [arrivals.wait(index) for index in range(len(plan.slabs))]
         return received[0]
@@ -238,15 +231,15 @@ class _AllToAll(_Case):
 
 
 _CASES = {"all_reduce": _AllReduce, "reduce_scatter": _ReduceScatter, "all_to_all": _AllToAll}
-_plans: dict[Any, Any] = {}
 
 
-def _kept(make: Callable[..., Any], *arguments: Any, key: Any = None) -> Any:
-    """Plans as a model keeps them: made once, not in the timed call."""
-    key = key or (make, arguments)
-    if key not in _plans:
-        _plans[key] = make(*arguments, ROW_ALIGN) if key == (make, arguments) else make(*arguments)
-    return _plans[key]
+@cache
+def _column_plan(rank: int, ranks: int, rows: int, width: int, groups: Slabs) -> Plan:
+    """Made once, as a model does, not in the timed call."""
+    heads = width // HEAD_DIM
+    if isinstance(groups, int):
+        groups = min(groups, heads // ranks)
+    return UlyssesLayout(rank, ranks, rows * ranks, 1, heads, HEAD_DIM, groups).column_plan(1)
 
 
 def _async_tp(

@@ -142,7 +142,7 @@ class CudaExecutor:
         return SlabSignal(self._started, self._counters, index, self._tiles[index])
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def device_program(plan: Plan, tile_m: int, tile_n: int, device: torch.device) -> tuple[torch.Tensor, tuple[int, ...]]:
     """The plan's tile program as int32 [tiles, 12] on the device, and the tiles of each slab."""
     program = tile_program(plan, tile_m, tile_n)
@@ -150,7 +150,7 @@ def device_program(plan: Plan, tile_m: int, tile_n: int, device: torch.device) -
     return table.to(device), program.tiles_per_slab
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def choose_kernel(plan: Plan, device: torch.device) -> Kernel:
     """The kernel with least work: what its tiles cover, and per tile a cost of about 2048 elements for filling up.
 

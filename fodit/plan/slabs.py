@@ -6,6 +6,7 @@ into slabs. Nothing needs reordering after a collective, because the order is al
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fodit.plan.split import ranges, share_sizes, split_sizes
 
@@ -81,10 +82,12 @@ def slab_rows(rows: int, slabs: int | tuple[int, ...], align: int = 1) -> tuple[
     return tuple(sizes)
 
 
+@lru_cache(maxsize=256)
 def all_reduce_plan(rows: int, width: int, ranks: int, slabs: int | tuple[int, ...] = 1, align: int = 1) -> Plan:
     """GEMM + all-reduce: a slab is a range of rows of D [rows, width], reduced in place.
 
-    `slabs` is a number of slabs or their relative sizes; `align` is the tile height the borders should fall on.
+    `slabs` is a number of slabs or their relative sizes; `align` is the tile height the borders should fall on. The
+    same arguments give the same object.
     """
     _positive(rows=rows, width=width, ranks=ranks)
     made = []
@@ -94,12 +97,13 @@ def all_reduce_plan(rows: int, width: int, ranks: int, slabs: int | tuple[int, .
     return Plan("all_reduce", ranks, rows, (width,), tuple(made), rows * width, rows * width)
 
 
+@lru_cache(maxsize=256)
 def reduce_scatter_plan(rows: int, width: int, ranks: int, slabs: int | tuple[int, ...] = 1, align: int = 1) -> Plan:
     """GEMM + reduce-scatter by rows: rank p keeps the p-th of `split_ranges(rows, ranks)`.
 
     Slab j holds, for each rank in turn, the j-th range of that rank's rows, so what a rank receives is contiguous
     rows of its result. Where `rows` does not divide evenly, shorter ranks have one unused row in the last slab.
-    `slabs` is a number of slabs of one rank's share, or their relative sizes.
+    `slabs` is a number of slabs of one rank's share, or their relative sizes. The same arguments give the same object.
     """
     _positive(rows=rows, width=width, ranks=ranks)
     owned = ranges(split_sizes(rows, ranks))
