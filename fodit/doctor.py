@@ -1,11 +1,13 @@
 """What fodit finds on this machine, and what of it will not run as fast as it could."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 
-from fodit.kernels.binding import load
-from fodit.kernels.gemm import kernels_for
+from fodit.kernels.binding import Kernel, load
+from fodit.kernels.gemm import DTYPES, kernels_for
+from fodit.kernels.selftest import failure
 from fodit.report import versions
 
 # Variables that take the overlap away, and how.
@@ -33,6 +35,13 @@ def harmful_environment() -> list[str]:
     ]
 
 
+def _wrong_kernels(kernels: Sequence[Kernel], device: torch.device) -> list[str]:
+    """Of the kernels that fail their test on the device, what is wrong. They are not used."""
+    with torch.cuda.device(device):
+        found = [(one.name, dtype, failure(one, device, dtype)) for one in kernels for dtype in DTYPES]
+    return [f"warning: {name} in {dtype}: {reason}" for name, dtype, reason in found if reason is not None]
+
+
 def doctor() -> str:
     """Devices, versions, kernels, and every reason why something would fall back, as text.
 
@@ -51,6 +60,7 @@ def doctor() -> str:
             lines.append(f"{name}: products run in torch, slab by slab, because {kernels}")
         else:
             lines.append(f"{name}: {kernels[0].family.name.lower()} kernels {', '.join(k.name for k in kernels)}")
+            lines += _wrong_kernels(kernels, torch.device("cuda", index))
     if count > 1:
         linked = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
         lines.append("peer access between the GPUs" if linked else "no peer access: NCCL goes through host memory")

@@ -134,8 +134,7 @@ class Session:
             steps=self.timeline.steps(),
         )
         notes = [note for attachment in self.attachments.values() for note in attachment.notes]
-        fallbacks = self.groups.cfg.fallbacks | self.groups.ulysses.fallbacks
-        notes += [f"products ran in torch, slab by slab: {reason}" for reason in sorted(fallbacks)]
+        notes += sorted(self.groups.cfg.fallbacks | self.groups.ulysses.fallbacks)
         notes += self.warnings
         reports = everyone(self.control, (mine, total_s, notes))
         transformer = next(iter(self.attachments.values())).transformer

@@ -13,6 +13,7 @@ import fodit
 from fodit.doctor import harmful_environment
 from fodit.kernels import build, gemm
 from fodit.kernels.binding import ABI, Family, Gemm, Kernel, KernelError, Library, load
+from fodit.ops import executor
 from fodit.ops.executor import choose_kernel
 from fodit.plan import all_reduce_plan
 
@@ -181,9 +182,11 @@ def test_operands_that_kernels_refuse(fresh):
 
 def test_chosen_tile(fresh):
     fresh.setattr(gemm, "kernels_for", lambda _: KERNELS)
+    fresh.setattr(executor, "failure", lambda *_: None)
     device = torch.device("cpu")
     for rows, width, wanted in [(16384, 5120, "wide"), (16384, 640, "square"), (64, 64, "small"), (1, 5000, "small")]:
-        assert choose_kernel(all_reduce_plan(rows, width, 1, 1), device).name == wanted
+        kernel, wrong = choose_kernel(all_reduce_plan(rows, width, 1, 1), device, torch.bfloat16)
+        assert kernel.name == wanted and wrong == ()
 
 
 def test_compilers_can_trace_the_op():

@@ -104,10 +104,7 @@ class Library:
         count = self._lib.fodit_kernels(None, 0)
         found = (_Kernel * count)()
         self._lib.fodit_kernels(found, count)
-        self.kernels = tuple(
-            _kernel(i, k)
-            for i, k in enumerate(found)
-        )
+        self.kernels = tuple(_kernel(i, k) for i, k in enumerate(found))
 
     @property
     def build_info(self) -> str:

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from fodit.kernels.binding import ABI, Family, Gemm, Kernel, Library, load
+from fodit.plan import TILE_FIELDS, Plan, tile_program
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 ACTIVATIONS = {"none": 0, "gelu-tanh": 1}
@@ -112,3 +113,11 @@ def refusal(a: torch.Tensor, weights: Sequence[torch.Tensor]) -> str | None:
                 "the row stride multiples of 8, 16-byte aligned"
             )
     return None
+
+
+@lru_cache(maxsize=256)
+def device_program(plan: Plan, tile_m: int, tile_n: int, device: torch.device) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The plan's tile program as int32 [tiles, 12] on the device, and the tiles of each slab."""
+    program = tile_program(plan, tile_m, tile_n)
+    table = torch.tensor(program.table, dtype=torch.int32).view(-1, len(TILE_FIELDS))
+    return table.to(device), program.tiles_per_slab

@@ -78,7 +78,7 @@ class Communicator:
 
     Attributes:
         gemm_sms: SMs that a product beside its collectives may take; 0 takes all.
-        fallbacks: why products ran in torch instead of a signaling kernel.
+        fallbacks: a sentence for each reason why products ran in torch, or not by the best kernel.
     """
 
     def __init__(

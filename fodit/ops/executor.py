@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
+from fodit.kernels.selftest import failure
 from fodit.ops.communicator import Communicator, Ready, StreamReached
-from fodit.plan import TILE_FIELDS, Plan, Segment, tile_program
+from fodit.plan import Plan, Segment
 
 Activation = Literal["none", "gelu-tanh"]
 Producer = Callable[[Segment, torch.Tensor], None]  # writes one segment into the [rows, cols] view it is given
@@ -32,12 +33,16 @@ def make_executor(
     act: Activation,
     comm: Communicator,
 ) -> Executor:
-    """The signaling kernel where it takes these operands, else torch. The communicator keeps the reason for torch."""
+    """A signaling kernel where one takes these operands, else torch. The communicator keeps the reason for torch."""
     reason = gemm.refusal(a, weights)
     if reason is None:
-        return CudaExecutor(plan, buffer, a, weights, biases, act, comm.gemm_sms)
+        kernel, wrong = choose_kernel(plan, a.device, a.dtype)
+        comm.fallbacks.update(wrong)
+        if kernel is not None:
+            return CudaExecutor(kernel, plan, buffer, a, weights, biases, act, comm.gemm_sms)
+        reason = "no kernel can be trusted"
     if a.is_cuda:
-        comm.fallbacks.add(reason)
+        comm.fallbacks.add(f"products ran in torch, slab by slab: {reason}")
     return TorchExecutor(plan, buffer, linear_segments(a, weights, biases, act))
 
 
@@ -114,6 +119,7 @@ class CudaExecutor:
     graph replays cannot see each other's.
 
     Args:
+        kernel: one that takes these operands.
         plan, buffer: as for `TorchExecutor`.
         a, weights, biases, act: the product's operands.
         sms: at most this many SMs; 0 takes all.
@@ -121,6 +127,7 @@ class CudaExecutor:
 
     def __init__(
         self,
+        kernel: Kernel,
         plan: Plan,
         buffer: torch.Tensor,
         a: torch.Tensor,
@@ -129,8 +136,7 @@ class CudaExecutor:
         act: Activation,
         sms: int = 0,
     ) -> None:
-        kernel = choose_kernel(plan, a.device)
-        table, tiles = device_program(plan, kernel.tile_m, kernel.tile_n, a.device)
+        table, tiles = gemm.device_program(plan, kernel.tile_m, kernel.tile_n, a.device)
         self._counters = torch.zeros(len(plan.slabs) + 1, dtype=torch.int32, device=a.device)
         self._tiles = tiles
         self._started = StreamReached(a.device)
@@ -143,27 +149,28 @@ class CudaExecutor:
 
 
 @lru_cache(maxsize=256)
-def device_program(plan: Plan, tile_m: int, tile_n: int, device: torch.device) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The plan's tile program as int32 [tiles, 12] on the device, and the tiles of each slab."""
-    program = tile_program(plan, tile_m, tile_n)
-    table = torch.tensor(program.table, dtype=torch.int32).view(-1, len(TILE_FIELDS))
-    return table.to(device), program.tiles_per_slab
+def choose_kernel(plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple[Kernel | None, tuple[str, ...]]:
+    """The kernel with least work, and why better ones are not used. None if no kernel can be trusted.
 
-
-@lru_cache(maxsize=256)
-def choose_kernel(plan: Plan, device: torch.device) -> Kernel:
-    """The kernel with least work: what its tiles cover, and per tile a cost of about 2048 elements for filling up.
-
-    Of equals the first of the library's list.
+    Work is what its tiles cover, and per tile a cost of about 2048 elements for filling up. Of equals the first of
+    the library's list.
     """
     kernels = gemm.kernels_for(device)
     assert not isinstance(kernels, str), kernels
 
-    def padded(kernel: Kernel) -> int:
+    def work(kernel: Kernel) -> float:
         area = 0
         for slab in plan.slabs:
             for one in slab.segments:
                 area += -(-one.rows // kernel.tile_m) * kernel.tile_m * -(-one.cols // kernel.tile_n) * kernel.tile_n
-        return area
+        return area * (1 + 2048 / (kernel.tile_m * kernel.tile_n))
 
-    return min(kernels, key=lambda kernel: padded(kernel) * (1 + 2048 / (kernel.tile_m * kernel.tile_n)))
+    wrong: list[str] = []
+    for kernel in sorted(kernels, key=work):
+        # A capture cannot wait for a test's result; what is captured ran before, and was tested then.
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        reason = None if capturing else failure(kernel, device, dtype)
+        if reason is None:
+            return kernel, tuple(wrong)
+        wrong.append(f"the kernel {kernel.name} is not used: {reason}")
+    return None, tuple(wrong)

@@ -1,0 +1,102 @@
+"""The CUDA executor's plans and programs, with the kernel played by torch: the same operations, tile by tile."""
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_ops import exchange_case, reduce_case
+
+from fodit.kernels import gemm
+from fodit.kernels.binding import Family, Kernel
+from fodit.kernels.selftest import failure
+from fodit.ops import Communicator, executor, gemm_all_reduce
+from fodit.plan import TILE_FIELDS
+
+KERNELS = (
+    Kernel(0, "wide", Family.AMPERE, 128, 256, 32, 4, 80, 90),
+    Kernel(1, "small", Family.AMPERE, 16, 24, 32, 4, 80, 90),
+)
+
+
+def play(a, weights, biases, out, program, counters, kernel, act, sms):
+    """What the kernel does, after its description in csrc/fodit.h."""
+    for row in program.tolist():
+        tile = dict(zip(TILE_FIELDS, row, strict=False))
+        rows = a[tile["m0"] : tile["m0"] + tile["rows"]].float()
+        weight, bias = weights[tile["weight"]], biases[tile["weight"]]
+        columns = slice(tile["n0"], tile["n0"] + tile["cols"])
+        product = F.linear(rows, weight[columns].float(), None if bias is None else bias[columns].float())
+        if act == gemm.ACTIVATIONS["gelu-tanh"]:
+            product = F.gelu(product, approximate="tanh")
+        offset = (tile["offset_high"] << 32) + (tile["offset_low"] & 0xFFFFFFFF)
+        out.as_strided(product.shape, (tile["ld"], 1), offset).copy_(product)
+        counters[tile["slab"]] += 1
+
+
+@contextmanager
+def played_kernels(broken=()):
+    """Kernels that run on the CPU; yields the names of those that ran. A broken one forgets its last tile."""
+    runs = []
+
+    def count(a, weights, biases, out, program, counters, kernel, act, sms):
+        runs.append(KERNELS[kernel].name)
+        if kernel in broken:
+            counters[-2] += 1
+            program = program[:-1]
+        play(a, weights, biases, out, program, counters, kernel, act, sms)
+
+    executor.choose_kernel.cache_clear()
+    failure.cache_clear()
+    with (
+        patch.object(gemm, "kernels_for", lambda _: KERNELS),
+        patch.object(gemm, "signaling_gemm", count),
+        patch.dict(gemm.DTYPES, {torch.float32: 2}),
+    ):
+        yield runs
+    executor.choose_kernel.cache_clear()
+    failure.cache_clear()
+
+
+def played_reduce(*arguments):
+    with played_kernels() as runs:
+        return reduce_case(*arguments), runs
+
+
+def played_exchange(*arguments):
+    with played_kernels() as runs:
+        return exchange_case(*arguments), runs
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_reducing_products(pool, ranks):
+    for rows, k, width, slabs in [(64, 16, 24, 4), (129, 8, 72, 3), (511, 24, 5, None)]:
+        for error, runs in pool.run(ranks, played_reduce, rows, k, width, slabs, True, torch.float32):
+            assert max(error) < 1e-5 and len(runs) in (3, 4), "each kernel that is used was tested first"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_all_to_all(pool, ranks):
+    for case in [(17, 2, 5, 4, 1, "none", False), (40, 1, 8, 16, 2, "gelu-tanh", False)]:
+        for error, runs in pool.run(ranks, played_exchange, *case):
+            assert error < 1e-4 and len(runs) == 2
+
+
+def test_a_wrong_kernel_is_not_used():
+    generator = torch.Generator().manual_seed(0)
+    a, weight = (torch.randn(*shape, generator=generator) for shape in [(300, 16), (500, 16)])
+    comm = Communicator(None, torch.device("cpu"))
+    for broken, ran in [
+        ((), ["wide", "wide"]),  # tested, then used
+        ((0,), ["wide", "small", "small"]),
+        ((0, 1), ["wide", "small"]),
+    ]:
+        comm.fallbacks.clear()
+        with played_kernels(broken) as runs:
+            assert torch.allclose(gemm_all_reduce(a, weight, comm=comm), a @ weight.t(), atol=1e-4)
+            assert runs == ran
+        assert len(comm.fallbacks) == len(broken)
+        for index in broken:
+            name = KERNELS[index].name
+            assert any(f"the kernel {name} is not used: its result is off by inf" in text for text in comm.fallbacks)
