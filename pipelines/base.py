@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from diffusers import DiffusionPipeline
+from diffusers.utils.torch_utils import unwrap_module
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fodit.agreement import check_same, in_turns, together
@@ -114,7 +115,7 @@ class FoPipeline(DiffusionPipeline):
             self._session.detach()
         parallel = parallel or ParallelConfig()
         placed = rank_device(device)
-        models = [one for name in TRANSFORMERS if (one := getattr(self, name, None)) is not None]
+        models = [unwrap_module(one) for name in TRANSFORMERS if (one := getattr(self, name, None)) is not None]
         for one in models:
             family_of(type(one))
         control = initialise(placed, parallel.timeout_s)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from diffusers.utils.torch_utils import unwrap_module
 
 from fodit.agreement import check_same, everyone, spread_failure
 from fodit.doctor import harmful_environment
@@ -65,7 +66,9 @@ class Session:
     def attach(self, pipe: Any) -> None:
         """Attach to the pipeline's transformers, also to one that was exchanged since."""
         for name in TRANSFORMERS:
+            # A compiled transformer is traced as it is attached: hooks and processors are the inner one's.
             transformer, present = getattr(pipe, name, None), self.attachments.get(name)
+            transformer = unwrap_module(transformer) if transformer is not None else None
             if present is not None and present.transformer is not transformer:
                 self.attachments.pop(name).detach()
                 present = None

@@ -208,3 +208,17 @@ def test_saved_for_diffusers_and_back(pool, tiny, kind, tmp_path):
     np.testing.assert_allclose(plain(generator=torch.Generator().manual_seed(5), **call).frames, wanted, atol=2e-5)
     again = load(tmp_path / "saved", kind)
     assert np.array_equal(again(generator=torch.Generator().manual_seed(5), **call).frames, wanted)
+
+
+def compiled(folder, kind):
+    pipe = load(folder, kind, parallel=ParallelConfig(cfg=1))
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    return pipe(generator=torch.Generator().manual_seed(5), **CALL | SIZES[kind]).frames
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["cogvideox-rope", "wan2.1"])
+def test_a_compiled_transformer(pool, tiny, kind, ranks):
+    wanted = load(tiny(kind), kind)(generator=torch.Generator().manual_seed(5), **CALL | SIZES[kind]).frames
+    for frames in pool.run(ranks, compiled, tiny(kind), kind):
+        np.testing.assert_allclose(frames, wanted, atol=2e-5)

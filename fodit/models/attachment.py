@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
 from fodit.kernels import rows
@@ -139,7 +140,8 @@ def attach(
     first block and gather it after the last projection.
 
     Args:
-        transformer: CogVideoXTransformer3DModel or WanTransformer3DModel, weights on the rank's device.
+        transformer: CogVideoXTransformer3DModel or WanTransformer3DModel, weights on the rank's device; also wrapped
+            by torch.compile.
         groups: process groups with their degrees.
         guided: for Wan with cfg=2, whether the step that is running makes both passes of guidance.
         head_groups: parts in which attention heads are exchanged, a number or their relative sizes; None chooses.
@@ -151,6 +153,7 @@ def attach(
         TypeError: a transformer of another class.
         ValueError: the transformer is attached already, or degrees and heads do not fit.
     """
+    transformer = unwrap_module(transformer)
     registry = getattr(transformer, "_diffusers_hook", None)
     if registry is not None and any(name.startswith(HOOK) for name in registry.hooks):
         raise ValueError("this transformer is attached already: call detach() on its attachment first")
