@@ -131,8 +131,7 @@ class FoPipeline(DiffusionPipeline):
     def report(self) -> Report | None:
         return self._session.report if self._session is not None else None
 
-    @torch.no_grad()
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """diffusers' `__call__`, with its arguments. With `output_rank=0` the frames are None on the other ranks.
 
         Raises:
@@ -157,7 +156,7 @@ class FoPipeline(DiffusionPipeline):
                 chosen["generator"] = session.shared_generator()
             if not session.holds_output:
                 chosen["output_type"] = "latent"  # no need to decode here
-            output = super().__call__(**chosen)
+            output = self._plain_class.__call__(self, **chosen)
             session.finish(self, arguments, frames, time.perf_counter() - begin)
         if session.holds_output:
             return output
@@ -166,7 +165,8 @@ class FoPipeline(DiffusionPipeline):
     @property
     def _plain_class(self) -> type[DiffusionPipeline]:
         """diffusers' class that this one is mixed into."""
-        return next(cls for cls in type(self).__mro__ if not issubclass(cls, FoPipeline) and "__call__" in vars(cls))
+        mro = type(self).__mro__
+        return next(cls for cls in mro[mro.index(FoPipeline) + 1 :] if "__call__" in vars(cls))
 
     @cached_property
     def _signature(self) -> inspect.Signature:

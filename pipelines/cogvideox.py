@@ -1,5 +1,6 @@
 """CogVideoX text-to-video."""
 
+from functools import wraps
 from typing import Any
 
 from diffusers import CogVideoXPipeline
@@ -9,6 +10,10 @@ from fodit.pipelines.base import FoPipeline
 
 class FoCogVideoXPipeline(FoPipeline, CogVideoXPipeline):
     """`CogVideoXPipeline` on several ranks; see `FoPipeline` for what it adds."""
+
+    @wraps(CogVideoXPipeline.__call__)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._generate(*args, **kwargs)
 
     def _check_size(self, height: int, width: int) -> None:
         unit = self.vae_scale_factor_spatial * self.transformer.config.patch_size

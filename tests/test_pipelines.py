@@ -1,6 +1,7 @@
 """What a user of the pipelines meets beside the right frames: noise, outputs, callbacks, reports, switches."""
 
 import hashlib
+import inspect
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from diffusers import CogVideoXPipeline, WanPipeline
 from test_parity import CALL, SIZES, generate, load
 
-from fodit import ParallelConfig, Report
+from fodit import FoCogVideoXPipeline, FoWanPipeline, ParallelConfig, Report
 from fodit.models import ulysses
 
 
@@ -222,3 +223,9 @@ def test_a_compiled_transformer(pool, tiny, kind, ranks):
     wanted = load(tiny(kind), kind)(generator=torch.Generator().manual_seed(5), **CALL | SIZES[kind]).frames
     for frames in pool.run(ranks, compiled, tiny(kind), kind):
         np.testing.assert_allclose(frames, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("fo, plain", [(FoCogVideoXPipeline, CogVideoXPipeline), (FoWanPipeline, WanPipeline)])
+def test_the_call_is_diffusers_own(fo, plain):
+    assert inspect.signature(fo.__call__) == inspect.signature(plain.__call__)
+    assert fo.__call__.__doc__ == plain.__call__.__doc__
