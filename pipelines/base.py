@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -147,7 +146,7 @@ class FoPipeline(DiffusionPipeline):
         arguments = {name: value for name, value in bound.arguments.items() if value is not self}
         session.attach(self)
         with session.call(arguments):
-            begin = time.perf_counter()
+            begin = session.now()
             frames = arguments["num_frames"] if arguments["num_frames"] is not None else self._default_frames()
             if not isinstance(frames, int) or frames < 1:
                 raise ValueError(f"num_frames must be a whole number >= 1, got {frames!r}")
@@ -157,7 +156,7 @@ class FoPipeline(DiffusionPipeline):
             if not session.holds_output:
                 chosen["output_type"] = "latent"  # no need to decode here
             output = self._plain_class.__call__(self, **chosen)
-            session.finish(self, arguments, frames, time.perf_counter() - begin)
+            session.finish(self, arguments, frames, session.now() - begin)
         if session.holds_output:
             return output
         return type(output)(frames=None) if not isinstance(output, tuple) else (None,)
