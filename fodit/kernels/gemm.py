@@ -54,7 +54,8 @@ def signaling_gemm(
         arguments.n[index], arguments.ldw[index] = weight.shape[0], weight.stride(0)
         arguments.w[index] = weight.data_ptr()
         arguments.bias[index] = bias.data_ptr() if bias is not None else None
-    binding().gemm(arguments, torch.cuda.current_stream(a.device).cuda_stream)
+    with torch.cuda.device(a.device):  # the library launches on the current device
+        binding().gemm(arguments, torch.cuda.current_stream().cuda_stream)
 
 
 @signaling_gemm.register_fake
