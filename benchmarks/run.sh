@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All checks and benchmarks that need two GPUs, each under a time limit of its own; results as JSON into OUT.
 #   benchmarks/run.sh OUT [checks|ops|steps ...]        (default: all three)
-# LIMIT seconds each (default 600); PROFILES, MODELS and SHAPES narrow the benchmarks.
+# LIMIT seconds each (default 600). PROFILES, MODELS, LAYERS, WAYS and SHAPES narrow the benchmarks; for example
+#   LAYERS=6 WAYS="fodit, ulysses" PROFILES=no-p2p benchmarks/run.sh OUT steps
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:?"usage: benchmarks/run.sh OUT [checks|ops|steps ...]"}
@@ -31,7 +32,8 @@ for part in $what; do
         steps)
             for model in $models; do
                 for profile in $profiles; do
-                    bench step --model "$model" --profile "$profile" --save "$out/step-$model-$profile.json"
+                    bench step --model "$model" --profile "$profile" ${LAYERS:+--layers "$LAYERS"} \
+                        ${WAYS:+--ways "$WAYS"} --save "$out/step-$model-$profile.json"
                 done
             done ;;
         *) echo "no part $part: checks, ops or steps" >&2; exit 2 ;;
