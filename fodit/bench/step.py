@@ -26,7 +26,7 @@ WORST_ERROR = 0.1  # relative, of bf16 runs with different summation orders; a w
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=f"one of {', '.join(dummy.MODELS)}")
     parser.add_argument("--steps", type=int, default=3, help="denoising steps; the first is not counted (default: 3)")
-    parser.add_argument("--ways", default="", help="only ways with one of these comma-separated texts in their names")
+    parser.add_argument("--ways", default="", help="only ways whose names contain one of these texts, a|b|c")
     parser.add_argument("--head-groups", help="a number, or relative sizes such as 1,3,3,1 (default: chosen)")
     parser.add_argument("--layers", type=int, help="shorten the transformer to this many layers")
     parser.add_argument("--height", type=int)
@@ -64,7 +64,7 @@ def run(setting: Setting, given: argparse.Namespace) -> None:
     measured |= {"call": _plain_values(call), "rows": rows}
     reference: torch.Tensor | None = None
     for way in _ways(setting, wan):
-        if not any(text in way.name for text in given.ways.split(",")):
+        if not any(text in way.name for text in given.ways.split("|")):
             continue
         runner = plain if way.degrees is None else pipe
         way.prepare(setting, runner, _head_groups(given))
