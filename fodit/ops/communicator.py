@@ -56,8 +56,8 @@ def sms_beside_nccl(device: torch.device) -> int:
     """SMs that a product may take while collectives run: all but a sixteenth, at least four.
 
     A block of the signaling kernel fills its SM, so that without SMs of their own NCCL's blocks would start when the
-    product ends, and nothing would overlap. On two H200 (132 SMs) 8 free SMs were best of 0, 8 and 16, with and
-    without peer access.
+    product ends, and nothing would overlap. On two H200 (132 SMs) 8 free SMs were best of 0, 8 and 16 or within 1 %
+    of it, with and without peer access (benchmarks/2026-11-29-ops-*-first.json).
     """
     count = torch.cuda.get_device_properties(device).multi_processor_count
     return max(count - max(count // 16, 4), 1)
