@@ -72,13 +72,10 @@ class FoPipeline(DiffusionPipeline):
         """
         if kwargs.get("device_map") is not None:
             raise ValueError("device_map does not go with fodit, which places weights on each rank's device")
-        _check_options(output_rank, offload)
         parallel = parallel or ParallelConfig()
-        placed = rank_device(device)
-        control = initialise(placed, parallel.timeout_s)
-        shown = {"pretrained_model_name_or_path": str(pretrained_model_name_or_path), "parallel": str(parallel)}
-        same = {"overlap": overlap, "output_rank": output_rank, "head_groups": head_groups}
-        check_same(control, "from_pretrained", {**shown, **same, **kwargs})
+        same = {"overlap": overlap, "output_rank": output_rank, "offload": offload, "head_groups": head_groups}
+        source = {"pretrained_model_name_or_path": str(pretrained_model_name_or_path)}
+        placed, control = _enter("from_pretrained", parallel, device, {**source, **same, **kwargs})
         with together(control, "reading the checkpoint's configuration"):
             heads = fewest_heads(cls, pretrained_model_name_or_path, kwargs)
             parallel = parallel.resolve(world_size(), heads)
@@ -109,18 +106,15 @@ class FoPipeline(DiffusionPipeline):
 
         `from_pretrained` has done it; a call does it with the defaults if nobody has. Arguments and errors as there.
         """
-        _check_options(output_rank, offload)
-        if self._session is not None:
-            self._session.detach()
         parallel = parallel or ParallelConfig()
-        placed = rank_device(device)
+        same = {"overlap": overlap, "output_rank": output_rank, "offload": offload, "head_groups": head_groups}
+        placed, control = _enter("parallelize", parallel, device, same)
         models = [unwrap_module(one) for name in TRANSFORMERS if (one := getattr(self, name, None)) is not None]
         for one in models:
             family_of(type(one))
-        control = initialise(placed, parallel.timeout_s)
         parallel = parallel.resolve(world_size(), min(one.config.num_attention_heads for one in models))
-        same = {"overlap": overlap, "output_rank": output_rank, "head_groups": head_groups}
-        check_same(control, "parallelize", {"parallel": str(parallel), **same})
+        if self._session is not None:
+            self._session.detach()
         with together(control, "placing the weights"):
             _place(self, placed, offload)
         self._session = Session(parallel, placed, control, overlap, output_rank, head_groups)
@@ -270,11 +264,24 @@ def _bars_on_rank_0() -> Iterator[None]:
             enable_progress_bar()
 
 
-def _check_options(output_rank: Any, offload: Any) -> None:
+def _enter(
+    what: str, parallel: ParallelConfig, device: str | torch.device | None, options: dict[str, Any]
+) -> tuple[torch.device, dist.ProcessGroup | None]:
+    """Check the options and meet the other ranks, which must have been given the same.
+
+    Returns:
+        This rank's device, and the control group of all ranks.
+    """
+    output_rank, offload = options["output_rank"], options["offload"]
     if output_rank not in (None, 0):
         raise ValueError(f"output_rank must be 0 (frames on rank 0 only) or None (on all ranks), got {output_rank!r}")
     if offload not in (None, "model", "sequential"):
         raise ValueError(f"offload must be 'model', 'sequential' or None, got {offload!r}")
+    placed = rank_device(device)
+    control = initialise(placed, parallel.timeout_s)
+    # repr, not str: a degree that is chosen differs from one that is given, whatever it is chosen to be.
+    check_same(control, what, {"parallel": repr(parallel), **options})
+    return placed, control
 
 
 def _place(pipe: Any, device: torch.device, offload: Offload | None) -> None:

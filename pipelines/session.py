@@ -15,7 +15,7 @@ from fodit.agreement import check_same, everyone, spread_failure
 from fodit.doctor import harmful_environment
 from fodit.models import Attachment, attach
 from fodit.models.sequence import HeadGroups
-from fodit.parallel import ParallelConfig, ProcessGroups
+from fodit.parallel import DIMENSIONS, ParallelConfig, ProcessGroups
 from fodit.pipelines.checkpoint import TRANSFORMERS
 from fodit.report import Call, Model, Parallel, RankReport, Report, versions
 from fodit.timeline import Timeline
@@ -141,7 +141,7 @@ class Session:
         notes += self.warnings
         reports = everyone(self.control, (mine, total_s, notes))
         transformer = next(iter(self.attachments.values())).transformer
-        parallel = dict(zip(("cfg", "tp", "ring", "ulysses"), self.groups.parallel.degrees, strict=True))
+        parallel = dict(zip(DIMENSIONS, self.groups.parallel.degrees, strict=True))
         self.report = Report(
             model=Model(
                 pipeline=type(pipe).__name__,

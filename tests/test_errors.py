@@ -126,6 +126,8 @@ def disagree(folder, what):
     rank = int(os.environ["RANK"])
     if what == "overlap":
         load(folder, "wan2.1", overlap=rank == 0)
+    if what == "parallel":  # chosen on one rank, given on the other: not the same, whatever the choice would be
+        load(folder, "wan2.1", parallel=ParallelConfig(cfg=1 if rank else None, timeout_s=20))
     pipe = load(folder, "wan2.1")
     different = {
         "prompt": {"prompt": f"a boat {rank}"},
@@ -136,10 +138,10 @@ def disagree(folder, what):
     pipe(**CALL | SIZES["wan2.1"] | {"negative_prompt": None} | different[what])
 
 
-@pytest.mark.parametrize("what", ["overlap", "prompt", "generator", "num_frames", "prompt_embeds"])
+@pytest.mark.parametrize("what", ["overlap", "parallel", "prompt", "generator", "num_frames", "prompt_embeds"])
 def test_ranks_that_disagree(pool, tiny, what):
     for error in pool.errors(2, disagree, tiny("wan2.1"), what):
-        where = "from_pretrained" if what == "overlap" else "this call"
+        where = "from_pretrained" if what in ("overlap", "parallel") else "this call"
         assert f"the ranks disagree on the arguments of {where}" in error
         assert f"{what} is " in error and " on rank 0, " in error and " on rank 1" in error
 

@@ -114,7 +114,7 @@ def _measure(
         shares = tuple(int(share) for share in text.split("-"))
         slabs = shares if len(shares) > 1 else shares[0]
         for reserve in (int(one) for one in given.reserve.split(",")):
-            comm.gemm_sms = max(_sms(setting) - reserve, 1)
+            comm.gemm_sms = max(setting.compute_sms - reserve, 1)
             case.check(case.fodit(slabs), wanted)
             taken = time(partial(case.fodit, slabs))
             row[f"fodit_{text}_{reserve}"] = taken
@@ -126,10 +126,6 @@ def _measure(
     row["bound"] = max(row["gemm"] + last, row["gemm"] / SMALLEST + row["comm"])
     row["fraction"] = row["bound"] / row["fodit"]
     return row
-
-
-def _sms(setting: Setting) -> int:
-    return setting.sms or torch.cuda.get_device_properties(setting.device).multi_processor_count
 
 
 class _Case:

@@ -48,6 +48,12 @@ class Setting:
         self.rank = dist.get_rank() if self.control is not None else 0
         self.ranks = dist.get_world_size() if self.control is not None else 1
         self._context: Any = None
+        self._commit = _commit()
+
+    @property
+    def compute_sms(self) -> int:
+        """SMs that the compute stream has."""
+        return self.sms or torch.cuda.get_device_properties(self.device).multi_processor_count
 
     @contextmanager
     def compute(self) -> Iterator[None]:
@@ -94,10 +100,10 @@ class Setting:
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "gpus": f"{self.ranks} x {torch.cuda.get_device_name(self.device)}",
             "profile": self.profile,
-            "compute_sms": self.sms or torch.cuda.get_device_properties(self.device).multi_processor_count,
+            "compute_sms": self.compute_sms,
             "nccl_max_ctas": self.max_ctas,
             "versions": versions(),
-            "commit": _commit(),
+            "commit": self._commit,
         }
 
     def save(self, path: str | None, results: dict[str, Any]) -> None:

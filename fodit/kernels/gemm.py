@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from fodit.kernels.binding import ABI, Family, Gemm, Kernel, Library, load
+from fodit.kernels.binding import ABI, MAX_WEIGHTS, Family, Gemm, Kernel, Library, load
 from fodit.plan import TILE_FIELDS, Plan, tile_program
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
@@ -103,8 +103,8 @@ def refusal(a: torch.Tensor, weights: Sequence[torch.Tensor]) -> str | None:
         return found
     if a.dtype not in DTYPES:
         return f"the dtype is {a.dtype}, kernels take bfloat16 and float16"
-    if len(weights) > 4:
-        return f"{len(weights)} weights, kernels take 4"
+    if len(weights) > MAX_WEIGHTS:
+        return f"{len(weights)} weights, kernels take {MAX_WEIGHTS}"
     if a.shape[0] == 0:
         return "there are no rows"
     for name, matrix in (("a", a), *(("a weight", weight) for weight in weights)):

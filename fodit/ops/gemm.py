@@ -4,13 +4,14 @@ All take row-major matrices: `a` [M, K] and weights [N, K] of one dtype on one d
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from fodit.ops.communicator import Communicator, Pending, Ready, reduce_scatter_single
 from fodit.ops.executor import Activation, Executor, TorchExecutor, copied_segments, make_executor
-from fodit.plan import Plan, all_reduce_plan, reduce_scatter_plan, split_sizes
+from fodit.plan import Plan, Slab, all_reduce_plan, reduce_scatter_plan, split_sizes
 
 DEFAULT_SLABS = 8
 ROW_ALIGN = 128  # slab borders on tile borders of every kernel
@@ -51,13 +52,12 @@ def gemm_all_reduce(
     # The sum takes the bias once if one rank adds it to its own part.
     once = bias if comm.rank == 0 else None
     executor = make_executor(plan, buffer, a, [weight], [once], "none", comm)
-    pending = []
-    for index, slab in enumerate(plan.slabs):
-        ready = executor.fill(index)
-        if comm.size > 1:
-            pending.append(comm.start(dist.all_reduce, buffer[slab.start : slab.stop], ready=ready))
-    for one in pending:
-        one.wait()
+
+    def start(slab: Slab, ready: Ready) -> Pending:
+        return comm.start(dist.all_reduce, buffer[slab.start : slab.stop], ready=ready)
+
+    for pending in _send_slabs(executor, plan, comm, start):
+        pending.wait()
     return buffer.view(rows, width)
 
 
@@ -93,15 +93,13 @@ def gemm_reduce_scatter(
     once = bias if comm.rank == 0 else None
     executor = make_executor(plan, buffer, a, [weight], [once], "none", comm)
     received = a.new_empty(plan.recv_size) if comm.size > 1 else buffer
-    pending = []
-    for index, slab in enumerate(plan.slabs):
-        ready = executor.fill(index)
-        if comm.size > 1:
-            target = received[slab.recv_start : slab.recv_stop]
-            source = buffer[slab.start : slab.stop]
-            pending.append(comm.start(reduce_scatter_single, target, source, ready=ready))
-    for one in pending:
-        one.wait()
+
+    def start(slab: Slab, ready: Ready) -> Pending:
+        target, source = received[slab.recv_start : slab.recv_stop], buffer[slab.start : slab.stop]
+        return comm.start(reduce_scatter_single, target, source, ready=ready)
+
+    for pending in _send_slabs(executor, plan, comm, start):
+        pending.wait()
     return received.view(-1, width)[:mine]
 
 
@@ -184,26 +182,43 @@ def _exchange(
     between: Callable[[torch.Tensor], None] | None,
 ) -> Arrivals:
     received = sent.new_empty(plan.recv_size) if comm.size > 1 else sent
+
+    def start(slab: Slab, ready: Ready) -> Pending:
+        target, source = received[slab.recv_start : slab.recv_stop], sent[slab.start : slab.stop]
+        return comm.all_to_all(target, source, slab.recv_sizes, slab.send_sizes, ready)
+
+    second = None if between is None else partial(between, sent)
+    return Arrivals(plan, sent, received, _send_slabs(executor, plan, comm, start, second))
+
+
+def _send_slabs(
+    executor: Executor,
+    plan: Plan,
+    comm: Communicator,
+    start: Callable[[Slab, Ready], Pending],
+    between: Callable[[], None] | None = None,
+) -> list[Pending]:
+    """Fill slab after slab, and start each one's collective; none where the rank is alone.
+
+    `between` is called when every slab has been enqueued. The other slabs' collectives start after it, so that one it
+    starts goes second in the queue.
+    """
     pending: list[Pending] = []
+    waiting: list[tuple[Slab, Ready]] = []
 
-    def send(index: int, ready: Ready) -> None:
+    def send_waiting() -> None:
         if comm.size > 1:
-            slab = plan.slabs[index]
-            target, source = received[slab.recv_start : slab.recv_stop], sent[slab.start : slab.stop]
-            pending.append(comm.all_to_all(target, source, slab.recv_sizes, slab.send_sizes, ready))
+            pending.extend(start(slab, ready) for slab, ready in waiting)
+        waiting.clear()
 
-    waiting = []
-    for index in range(len(plan.slabs)):
-        ready = executor.fill(index)
+    for index, slab in enumerate(plan.slabs):
+        waiting.append((slab, executor.fill(index)))
         if index == 0 or between is None:
-            send(index, ready)
-        else:
-            waiting.append((index, ready))
+            send_waiting()
     if between is not None:
-        between(sent)
-    for index, ready in waiting:
-        send(index, ready)
-    return Arrivals(plan, sent, received, pending)
+        between()
+    send_waiting()
+    return pending
 
 
 def _check(
