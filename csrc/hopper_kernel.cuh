@@ -37,7 +37,7 @@ using cutlass::arch::ClusterTransactionBarrier;
 constexpr int kStagesPerPart = 2;  // between two stores of one consumer; the other's fall between them
 constexpr int kTileWords = sizeof(FoditTile) / 4;
 constexpr int kRowsWord = 2, kWeightWord = 4, kSlabWord = 5;
-constexpr int kSlotReaders = kConsumerWarps + 2;  // of one block: consumers, loader, signaler
+constexpr int kSlotReaders = 32 * kConsumerWarps + 2;  // threads of one block: consumers, loader, signaler
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return cute::cast_smem_ptr_to_uint(p); }
 
@@ -117,9 +117,10 @@ __device__ void run_scheduler(Shared<C>& s, const Params& p) {
     uint64_t* full = &s.slot_full[slot.index];
     int* to = reinterpret_cast<int*>(s.ring[slot.index]);
     if constexpr (C::Cluster == 1) {
-      if (lane < kTileWords) to[lane] = word;
-      __syncwarp();
-      if (lane == 0) arrive(full);
+      if (lane < kTileWords) {
+        to[lane] = word;
+        arrive(full);
+      }
     } else {
       for (uint32_t block = 0; block < C::Cluster; ++block) {
         if (lane == 0) ClusterTransactionBarrier::arrive_and_expect_tx(full, sizeof(s.ring[0]), block, 1);
@@ -221,11 +222,9 @@ __device__ void run_consumer(Shared<C>& s, const Params& p, uint32_t rank, int g
       if (k <= at && at < end) {
         store_part<C, part>(packed, s.ring[slot][rank], staging, p.out, group);
         if (part == C::Parts - 1) {
+          arrive_at<C>(&s.slot_free[slot], 0);
           __syncwarp();
-          if (lane == 0) {
-            arrive(&s.stored[slot]);
-            arrive_at<C>(&s.slot_free[slot], 0);
-          }
+          if (lane == 0) arrive(&s.stored[slot]);
         }
       }
     });
@@ -282,7 +281,7 @@ __device__ void init_barriers(Shared<C>& s) {
     ClusterBarrier::init(&s.stage_free[i], kConsumerWarps * C::Cluster);
   }
   for (int i = 0; i < kSlots; ++i) {
-    ClusterBarrier::init(&s.slot_full[i], 1);
+    ClusterBarrier::init(&s.slot_full[i], C::Cluster == 1 ? kTileWords : 1);
     ClusterBarrier::init(&s.slot_free[i], kSlotReaders * C::Cluster);
     ClusterBarrier::init(&s.stored[i], kConsumerWarps);
   }

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from diffusers import AutoencoderKLWan, CogVideoXTransformer3DModel, FirstBlockCacheConfig, WanTransformer3DModel
 from torch import nn
 
@@ -121,6 +122,21 @@ def test_a_changed_weight_counts():
         attached = transformer(**given).sample
         attachment.detach()
         assert torch.allclose(transformer(**given).sample, attached, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [wan, cogvideox])
+def test_offloaded_weights_of_norms(make):
+    """accelerate's sequential offloading leaves meta tensors between calls; norms of q and k are used without one."""
+    transformer = make()
+    given = inputs(transformer)
+    with torch.no_grad():
+        attachment = attach(transformer, groups())
+        wanted = transformer(**given).sample
+        attachment.detach()
+        cpu_offload(transformer, execution_device=torch.device("cpu"))
+        attachment = attach(transformer, groups())
+        assert attachment.attentions[0].norm_q.weight.is_meta
+        assert torch.equal(transformer(**given).sample, wanted)
 
 
 def test_refusals():

@@ -192,6 +192,27 @@ def test_tile_program(args, tile_m, tile_n, band):
         assert tuple(counts) == program.tiles_per_slab and order == sorted(order)
 
 
+@pytest.mark.parametrize(
+    "rows, heights", [(128 * 17, [17]), (128 * 41, [14, 14, 13]), (100, [1]), (128 * 64, [16] * 4)]
+)
+def test_bands_of_a_slab_are_nearly_even(rows, heights):
+    """A band reads all weights, so none is thin; neighbouring tiles share them, so heights are even."""
+    table = tile_program(all_reduce_plan(rows, 512, 1), 128, 256).table
+    tiles = [tuple(table[at : at + 2]) for at in range(0, len(table), len(TILE_FIELDS))]
+    assert [sum(n0 == 0 for _, n0 in band) for band in _bands(tiles)] == heights
+
+
+def _bands(tiles):
+    """Bands: a new one starts where the columns start again."""
+    bands, last = [], -1
+    for tile in tiles:
+        if tile[1] < last or not bands:
+            bands.append([])
+        bands[-1].append(tile)
+        last = tile[1]
+    return bands
+
+
 def test_large_offsets_keep_64_bits():
     plan = all_reduce_plan(75_600 * 4, 15_360, 2, slabs=2)
     program = tile_program(plan, 128, 256)

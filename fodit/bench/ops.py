@@ -27,6 +27,7 @@ from fodit.kernels.gemm import kernels_for
 from fodit.ops import Communicator, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
 from fodit.ops.communicator import reduce_scatter_single
 from fodit.ops.gemm import ROW_ALIGN
+from fodit.parallel import nccl_options
 from fodit.plan import Plan, UlyssesLayout, all_reduce_plan, reduce_scatter_plan
 
 SHAPES = (
@@ -49,15 +50,17 @@ COLUMNS = ("gemm", "kernel", "comm", "serial", "decomposed", "async_tp", "fodit"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default=",".join(OPERATIONS), help="comma-separated (default: all)")
     parser.add_argument("--shapes", help="M,N,K/M,N,K/... (default: those of the models)")
-    parser.add_argument("--slabs", default="2,4,8,16,1-4-4-4-1", help="numbers of slabs, or relative sizes, to try")
-    parser.add_argument("--reserve", default="0,8,16", help="SMs left to NCCL to try (default: 0,8,16)")
+    slabs = "4,8,1-4-4-4-1,1-2-4-4-4-2-1"
+    parser.add_argument("--slabs", default=slabs, help="numbers of slabs, or relative sizes, to try")
+    parser.add_argument("--reserve", help="SMs left to NCCL to try (default: 4,8,12; 0 where NCCL has SMs of its own)")
     parser.add_argument("--repeats", type=int, default=15)
 
 
 def run(setting: Setting, given: argparse.Namespace) -> None:
     """Measure, and save what is measured after each operation and shape."""
     shapes = [tuple(int(n) for n in one.split(",")) for one in given.shapes.split("/")] if given.shapes else SHAPES
-    comm = Communicator(dist.group.WORLD, setting.device)
+    own = dist.new_group(backend="nccl", pg_options=nccl_options(setting.max_ctas))
+    comm = Communicator(own, setting.device)
     kernels = kernels_for(setting.device)
     setting.say(f"{setting.profile}: {kernels if isinstance(kernels, str) else ', '.join(k.name for k in kernels)}")
     setting.say(f"{'M, N, K':>20} {'op':<15}" + "".join(f"{name:>11}" for name in COLUMNS) + f"{'fraction':>10}  plan")
@@ -93,16 +96,20 @@ def _measure(
     weight = torch.randn(n, k, device=setting.device, dtype=torch.bfloat16) * 0.02
     case = _CASES[op](comm, a, weight)
 
-    def time(work: Callable[[], Any]) -> float:
-        taken = torch.tensor(setting.time(work, given.repeats), device=setting.device)
+    def times(*works: Callable[[], Any]) -> list[float]:
+        taken = torch.tensor(setting.compare(works, given.repeats), device=setting.device)
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-        return float(taken)
+        return taken.tolist()
+
+    def time(work: Callable[[], Any]) -> float:
+        return times(work)[0]
 
     row: dict[str, Any] = {"op": op, "m": m, "n": n, "k": k}
-    row["gemm"] = time(lambda: case.product(0, m))
     alone = Communicator(None, setting.device)
     whole = all_reduce_plan(m, n, 1, 1)
-    row["kernel"] = time(lambda: gemm_all_reduce(a, weight, comm=alone, plan=whole))
+    row["gemm"], row["kernel"] = times(
+        lambda: case.product(0, m), lambda: gemm_all_reduce(a, weight, comm=alone, plan=whole)
+    )
     row["comm"] = time(lambda: case.collective(0, m))
     row["serial"] = time(case.serial)
     row["decomposed"] = min(time(partial(case.decomposed, chunks)) for chunks in (2, 4, 8, 16))
@@ -113,7 +120,7 @@ def _measure(
     for text in given.slabs.split(","):
         shares = tuple(int(share) for share in text.split("-"))
         slabs = shares if len(shares) > 1 else shares[0]
-        for reserve in (int(one) for one in given.reserve.split(",")):
+        for reserve in (int(one) for one in (given.reserve or ("0" if setting.sms else "4,8,12")).split(",")):
             comm.gemm_sms = max(setting.compute_sms - reserve, 1)
             case.check(case.fodit(slabs), wanted)
             taken = time(partial(case.fodit, slabs))

@@ -4,7 +4,7 @@ import datetime
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -30,7 +30,7 @@ class Setting:
     Args:
         profile: one of `PROFILES`.
         sms: SMs of the compute stream; None takes the profile's.
-        max_ctas: the most thread blocks that NCCL takes for a collective; None leaves it to NCCL.
+        max_ctas: the most thread blocks that NCCL takes for a collective of fodit's; None leaves it to NCCL.
     """
 
     def __init__(self, profile: str, sms: int | None = None, max_ctas: int | None = None) -> None:
@@ -38,8 +38,6 @@ class Setting:
             raise ValueError(f"no profile {profile!r}; there are {', '.join(PROFILES)}")
         if profile != "nvlink":
             os.environ["NCCL_P2P_DISABLE"] = "1"  # read by NCCL when its first communicator is made
-        if max_ctas is not None:
-            os.environ["NCCL_MAX_CTAS"] = str(max_ctas)
         self.profile, self.max_ctas = profile, max_ctas
         self.device = rank_device("cuda")
         torch.cuda.set_device(self.device)
@@ -81,18 +79,23 @@ class Setting:
 
     def time(self, work: Callable[[], Any], repeats: int = 10, warm_up: int = 3) -> float:
         """Median milliseconds of `work` on the current stream, all ranks starting together."""
-        taken = []
+        return self.compare([work], repeats, warm_up)[0]
+
+    def compare(self, works: Sequence[Callable[[], Any]], repeats: int = 10, warm_up: int = 3) -> list[float]:
+        """`time` of each, all in turn in every round: the device's clocks change within seconds."""
+        taken: list[list[float]] = [[] for _ in works]
         for index in range(repeats + warm_up):
-            self.barrier()
-            torch.cuda._sleep(LEAD_CYCLES)
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            work()
-            end.record()
-            torch.cuda.synchronize()
-            if index >= warm_up:
-                taken.append(begin.elapsed_time(end))
-        return median(taken)
+            for work, times in zip(works, taken, strict=True):
+                self.barrier()
+                torch.cuda._sleep(LEAD_CYCLES)
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                work()
+                end.record()
+                torch.cuda.synchronize()
+                if index >= warm_up:
+                    times.append(begin.elapsed_time(end))
+        return [median(times) for times in taken]
 
     def describe(self) -> dict[str, Any]:
         """Date, machine, profile, versions and commit."""

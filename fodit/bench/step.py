@@ -1,140 +1,147 @@
 """Time per denoising step of whole pipelines with random weights, all ways of running them in one process.
 
 The outputs are compared with each other before the times count: latents after all steps, relative to plain diffusers
-on one GPU.
+on one GPU. With --numerics also relative to plain diffusers in fp32.
+
+The run ends when diffusers on one GPU or a way of fodit's fails. When another one fails, or does not fit the model,
+the table and the file have the reason in its place.
 """
 
 import argparse
+import gc
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from math import prod
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers import CogVideoXPipeline, WanPipeline
 
-from fodit.bench.floor import layer_floor_ms, layer_work
+from fodit.agreement import describe, everyone, together
+from fodit.bench.floor import Floor, layer_floor, layer_work
+from fodit.bench.model import DTYPE, Model, make_model, transformers
+from fodit.bench.numerics import BAR, Comparison, call_in_fp32, in_fp32
 from fodit.bench.setting import Setting
+from fodit.bench.ways import Fodit, Way, chosen_ways
 from fodit.models.sequence import HeadGroups
-from fodit.parallel import ParallelConfig
 from fodit.testing import dummy
 
-WORST_ERROR = 0.1  # relative, of bf16 runs with different summation orders; a wrong shard gives about 1
+COMPILE_STEPS = 2  # of the call in which blocks compile
+REASON_LENGTH = 300
+COLUMNS = {  # key of a row: title, width, format
+    "step_s": ("s a step", 10, ".3f"),
+    "of_floor": ("/ floor", 9, ".2f"),
+    "of_sustained_floor": ("/ sust.", 9, ".2f"),
+    "error": ("error", 10, ".1e"),
+    "error_fp32": ("to fp32", 10, ".1e"),
+    "ratio": ("ratio", 8, ".3f"),
+    "exposed_s": ("exposed", 9, ".3f"),
+    "communication_s": ("comm.", 9, ".3f"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=f"one of {', '.join(dummy.MODELS)}")
-    parser.add_argument("--steps", type=int, default=3, help="denoising steps; the first is not counted (default: 3)")
+    parser.add_argument("--steps", type=int, help="denoising steps; the first is not counted (default: 3)")
     parser.add_argument("--ways", default="", help="only ways whose names contain one of these texts, a|b|c")
     parser.add_argument("--head-groups", help="a number, or relative sizes such as 1,3,3,1 (default: chosen)")
     parser.add_argument("--layers", type=int, help="shorten the transformer to this many layers")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--num-frames", type=int)
+    parser.add_argument(
+        "--numerics",
+        action="store_true",
+        help="compare with plain diffusers in fp32, which runs first and is slow; 10 steps unless --steps is given",
+    )
 
 
 def run(setting: Setting, given: argparse.Namespace) -> None:
     """Measure, and save what is measured after each way of running."""
-    from fodit.pipelines import FoCogVideoXPipeline, FoWanPipeline
-
-    dtype = torch.bfloat16
-    wan = dummy.config(given.model)["pipeline"] == "WanPipeline"
-    pipe: Any = dummy.pipeline(
-        given.model,
-        FoWanPipeline if wan else FoCogVideoXPipeline,
-        device=setting.device,
-        dtype=dtype,
-        num_layers=given.layers,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    plain_class = WanPipeline if wan else CogVideoXPipeline  # diffusers' own, around the same modules
-    plain = plain_class(**pipe.components, **dummy.config(given.model)["pipeline_arguments"])
-    plain.set_progress_bar_config(disable=True)
-    chosen = {"height": given.height, "width": given.width, "num_frames": given.num_frames}
-    call = dummy.call_arguments(given.model) | {k: v for k, v in chosen.items() if v is not None}
-    call |= dummy.prompt_embeds(given.model, device=setting.device, dtype=dtype)
-    call |= {"num_inference_steps": given.steps, "output_type": "latent"}
-
-    floor = _floor(setting, pipe, call, dtype)
+    if given.steps is None:
+        given.steps = 10 if given.numerics else 3
+    model = make_model(given, setting.device)
+    call = model.call
+    comparison = Comparison(_exact(setting, model) if given.numerics else None)
+    floors = _floors(setting, model)
     setting.say(f"{given.model}, {call['height']} x {call['width']} x {call['num_frames']}, {setting.profile}")
-    setting.say(f"{'':34}{'s a step':>10}{'/ floor':>9}{'error':>10}{'exposed':>9}{'comm.':>8}")
+    setting.say(f"{'':40}" + "".join(f"{title:>{width}}" for title, width, _ in COLUMNS.values()))
     rows: list[dict[str, Any]] = []
     measured = {"model": given.model, "layers": given.layers, "head_groups": given.head_groups}
     measured |= {"call": _plain_values(call), "rows": rows}
-    reference: torch.Tensor | None = None
-    for way in _ways(setting, wan):
-        if not any(text in way.name for text in given.ways.split("|")):
-            continue
-        runner = plain if way.degrees is None else pipe
-        way.prepare(setting, runner, _head_groups(given))
-        latents, taken = _generate(setting, runner, call)
-        reference = latents if reference is None else reference
-        error = float((latents - reference).norm() / reference.norm())
-        if not error < WORST_ERROR:
-            raise RuntimeError(f"{way.name} differs from the first way by {error:.3f}: its time does not count")
-        least = floor[way.ulysses] / way.cfg
-        rows.append({"way": way.name, "step_s": taken, "floor_s": least, "error": error})
-        timeline = ""
-        if runner is pipe:
-            rows[-1]["notes"] = pipe.report.notes
-            if (step := pipe.report.ranks[0].median_step) is not None:
-                rows[-1] |= {"exposed_s": step.exposed_s, "communication_s": step.communication_s}
-                timeline = f"{step.exposed_s:9.3f}{step.communication_s:8.3f}"
-            pipe._session.detach()
-        setting.say(f"{way.name:34}{taken:10.3f}{taken / least:9.2f}{error:10.1e}{timeline}")
+    if given.numerics:
+        measured["numerics_bar"] = BAR
+    for way in chosen_ways(given.ways, setting.ranks, model.wan, given.numerics):
+        row: dict[str, Any] = {"way": way.name}
+        reason = way.unfit(setting.ranks, model)
+        if reason is None and way.required:
+            row |= _measure(setting, way, model, floors, comparison, _head_groups(given))
+        elif reason is None:
+            found, reason = _attempt(setting, way, model, floors, comparison)
+            row |= found
+        if reason is not None:
+            row["not_run"] = reason
+        rows.append(row)
+        setting.say(_line(row))
         setting.save(given.save, measured)
 
 
-@dataclass(frozen=True)
-class _Way:
-    """How a step is run. Without degrees it is diffusers', on one GPU or with its context parallelism."""
-
-    name: str
-    degrees: dict[str, int] | None = None
-    overlap: bool = True
-    timed: bool = True
-    context_parallel: int = 1
-
-    @property
-    def ulysses(self) -> int:
-        return self.degrees["ulysses"] if self.degrees is not None else self.context_parallel
-
-    @property
-    def cfg(self) -> int:
-        return self.degrees["cfg"] if self.degrees is not None else 1
-
-    def prepare(self, setting: Setting, pipe: Any, head_groups: HeadGroups) -> None:
-        if self.degrees is not None:
-            pipe.parallelize(
-                ParallelConfig(**self.degrees),
-                overlap=self.overlap,
-                device=setting.device,
-                head_groups=head_groups if self.overlap else None,
-            )
-            pipe._session.timeline.enabled = self.timed
-        elif self.context_parallel > 1:
-            from diffusers import ContextParallelConfig
-
-            pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=self.context_parallel))
+def _measure(
+    setting: Setting,
+    way: Way,
+    model: Model,
+    floors: dict[int, Floor],
+    comparison: Comparison,
+    head_groups: HeadGroups = None,
+) -> dict[str, Any]:
+    """What goes into the way's row."""
+    with ExitStack() as stack:
+        with together(setting.control, f"preparing {way.name}"):  # else one rank's failure leaves the others waiting
+            pipe = stack.enter_context(way.pipeline(setting, model, head_groups))
+        if way.compiled:
+            _generate(setting, pipe, model.call | {"num_inference_steps": COMPILE_STEPS})
+        latents, taken = _generate(setting, pipe, model.call)
+        floor = floors[way.ulysses] * (1 / way.cfg)
+        row: dict[str, Any] = {"step_s": taken, "floor_s": floor.alone, "sustained_floor_s": floor.sustained}
+        row |= {"of_floor": taken / floor.alone, "of_sustained_floor": taken / floor.sustained}
+        try:
+            row |= comparison.errors(latents)
+        except RuntimeError as error:
+            raise RuntimeError(f"{way.name} {error}") from None
+        if isinstance(way, Fodit):
+            row["notes"] = pipe.report.notes
+            if (step := pipe.report.ranks[0].median_step) is not None:
+                row |= {"exposed_s": step.exposed_s, "communication_s": step.communication_s}
+        return row
 
 
-def _ways(setting: Setting, wan: bool) -> list[_Way]:
-    n = setting.ranks
-    found = [_Way("diffusers, one GPU")]
-    if n == 1:
-        return [*found, _Way("fodit, one GPU", {"cfg": 1, "ulysses": 1})]
-    whole = {"cfg": 1, "ulysses": n}
-    found += [
-        _Way(f"fodit, ulysses {n}, no overlap", whole, overlap=False),
-        _Way(f"fodit, ulysses {n}", whole),
-        _Way(f"fodit, ulysses {n}, untimed", whole, timed=False),  # what the report costs
+def _attempt(
+    setting: Setting, way: Way, model: Model, floors: dict[int, Floor], comparison: Comparison
+) -> tuple[dict[str, Any], str | None]:
+    """The row of a peer, or why there is none: on any rank, the same on all."""
+    row: dict[str, Any] = {}
+    reason = None
+    try:
+        row = _measure(setting, way, model, floors, comparison)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the peer did not run, and the table says why
+        reason = " ".join(describe(error).split())[:REASON_LENGTH]
+    reasons = [one for one in everyone(setting.control, reason) if one is not None]
+    if not reasons:
+        return row, None
+    gc.collect()  # what it had on the device
+    torch.cuda.empty_cache()
+    return {}, reasons[0]
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A line of the table: the numbers, or the reason why there are none."""
+    if "not_run" in row:
+        return f"{row['way']:40}  not run: {row['not_run']}"
+    cells = [
+        f"{row[key]:{width}{form}}" if key in row else f"{'-':>{width}}" for key, (_, width, form) in COLUMNS.items()
     ]
-    if n % 2 == 0:
-        found.append(_Way(f"fodit, cfg 2 x ulysses {n // 2}", {"cfg": 2, "ulysses": n // 2}))
-    if wan:
-        found.append(_Way(f"diffusers, context parallel {n}", context_parallel=n))  # last: diffusers cannot undo it
-    return found
+    return f"{row['way']:40}" + "".join(cells) + (f"  above {BAR}" if row.get("ratio", 0) > BAR else "")
 
 
 def _head_groups(given: argparse.Namespace) -> HeadGroups:
@@ -144,20 +151,28 @@ def _head_groups(given: argparse.Namespace) -> HeadGroups:
     return shares if len(shares) > 1 else shares[0]
 
 
-def _floor(setting: Setting, pipe: Any, call: dict[str, Any], dtype: torch.dtype) -> dict[int, float]:
+def _floors(setting: Setting, model: Model) -> dict[int, Floor]:
     """Seconds a step at each Ulysses degree, both passes of guidance on one rank."""
-    config, transformer = pipe.transformer.config, pipe.transformer
-    frames = (call["num_frames"] - 1) // pipe.vae_scale_factor_temporal + 1
-    wan = type(transformer).__name__.startswith("Wan")
-    patch = config.patch_size if wan else (config.patch_size_t or 1, config.patch_size, config.patch_size)
-    area = call["height"] * call["width"] // pipe.vae_scale_factor_spatial**2 // (patch[1] * patch[2])
-    video, text = -(-frames // patch[0]) * area, call["prompt_embeds"].shape[1]
-    batch, calls = (1, 2) if wan else (2, 1)
+    video = prod(size // patch for size, patch in zip(model.latent_size, model.patch, strict=True))
+    text = model.call["prompt_embeds"].shape[1]
+    passes = 2 if model.guided else 1
+    batch, calls = (1, passes) if model.wan else (passes, 1)
+    transformer = model.plain.transformer
     found = {}
     for ulysses in {1, max(setting.ranks // 2, 1), setting.ranks}:
-        work = layer_work(transformer, batch, video, text, ulysses)
-        found[ulysses] = layer_floor_ms(setting, work, dtype) * config.num_layers * calls / 1e3
+        layer = layer_floor(setting, layer_work(transformer, batch, video, text, ulysses), DTYPE)
+        found[ulysses] = layer * (transformer.config.num_layers * calls / 1e3)
     return found
+
+
+def _exact(setting: Setting, model: Model) -> torch.Tensor:
+    """The latents of plain diffusers in fp32, on each rank for itself."""
+    setting.say(f"{model.call['num_inference_steps']} steps in fp32 ...")
+    with in_fp32(transformers(model.plain)):
+        latents, taken = _generate(setting, model.plain, call_in_fp32(model.call))
+    torch.cuda.empty_cache()  # NCCL does not allocate from torch's memory
+    setting.say(f"{taken:.1f} s a step")
+    return latents
 
 
 def _generate(setting: Setting, pipe: Any, call: dict[str, Any]) -> tuple[torch.Tensor, float]:

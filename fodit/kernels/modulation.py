@@ -1,6 +1,6 @@
 """What row operations are given beside the rows: modulation vectors and rotary tables."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,10 @@ class Modulation:
     table: torch.Tensor | None = None
     first: int = 0
     text: int = 0
+
+    def of(self, items: slice) -> "Modulation":
+        """For some items of the batch."""
+        return replace(self, vectors=self.vectors[items])
 
     def shift(self, tokens: int) -> torch.Tensor:
         """[batch, 1 or tokens, C]"""

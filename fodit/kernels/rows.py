@@ -32,11 +32,14 @@ def normalise(x: torch.Tensor, norm: nn.LayerNorm, modulation: Modulation | None
     return _normalised(wide(x), norm, modulation).to(x.dtype)
 
 
-def add(x: torch.Tensor, y: torch.Tensor, gate: Modulation | None = None) -> torch.Tensor:
-    """`x + gate * y`, or `x + y`: [batch, tokens, C]."""
+def add(
+    x: torch.Tensor, y: torch.Tensor, gate: Modulation | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x + gate * y`, or `x + y`: [batch, tokens, C]; into `out`, which is contiguous, if it is given."""
     if (triton := _triton(x)) is not None:
-        return triton.rows(x, y, None, gate, None)[0]
-    return _added(x, y, gate).to(x.dtype)
+        return triton.rows(x, y, None, gate, None, out=out)[0]
+    total = _added(x, y, gate).to(x.dtype)
+    return total if out is None else out.copy_(total)
 
 
 def add_normalise(

@@ -19,6 +19,13 @@ STAGES = 3  # rows of a program that are on their way from memory at a time
 TILE = 2048  # elements of q, and of k, that one program normalises and rotates
 
 
+def _on_device(x: torch.Tensor, *others: torch.Tensor | None) -> None:
+    """A kernel would read a wrong address without a word (a meta tensor's is 0)."""
+    for other in others:
+        if other is not None and other.device != x.device:
+            raise ValueError(f"rows are on {x.device}, weights of theirs on {other.device}: both must be on one device")
+
+
 @triton.jit
 def _vector(values, table, index, width, columns, inside, TABLE: tl.constexpr):
     found = tl.load(values + index * width + columns, mask=inside, other=0.0).to(tl.float32)
@@ -99,16 +106,19 @@ def rows(
     gate: Modulation | None,
     modulation: Modulation | None,
     *,
+    out: torch.Tensor | None = None,
     each: int = ROWS,
     warps: int | None = None,
     stages: int = STAGES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + gate * y and its modulated layer norm, whichever are wanted; the other one is returned as x."""
+    """x + gate * y (into `out`) and its modulated layer norm, whichever are wanted; the other one is returned as x."""
     batch, tokens, width = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     adds = y is not None
     y = x if y is None else y if y.stride(-1) == 1 else y.contiguous()
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if adds else x
+    total = x
+    if adds:
+        total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if norm is not None else x
     if x.numel() == 0:
         return total, normed
@@ -118,6 +128,7 @@ def rows(
     text = next((one.text for one in (gate, modulation) if one is not None), 0)
     each, stages = (1, 1) if per_token else (each, stages)
     weight, bias = (norm.weight, norm.bias) if norm is not None else (None, None)
+    _on_device(x, y, weight, bias, gates, gate_table, vectors, table)
     block = triton.next_power_of_2(width)
     grid = (triton.cdiv(text, each) + triton.cdiv(tokens - text, each), batch)
     with torch.cuda.device(x.device):
@@ -274,6 +285,7 @@ def arrive(
     cos, sin = (query, query) if rotary is None else (table.to(query.device) for table in rotary)
     if rotary is not None and (cos.stride(-1) != 1 or sin.stride(-1) != 1):
         cos, sin = cos.contiguous(), sin.contiguous()
+    _on_device(query, key, totals, *weights, *biases)
     if query.numel() and not (form == "none" and rotary is None):
         each_heads = min(triton.next_power_of_2(heads), max(tile // dim, 1))
         each_rows = max(tile // dim // each_heads, 1)

@@ -5,6 +5,7 @@ quantised weights and processors keep working; only norms, modulations, gates, r
 here. Where a block is not built as expected its own forward runs, and `reasons` says why.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import nn
 from fodit.kernels import rows
 from fodit.kernels.modulation import Modulation
 from fodit.models.ulysses import class_name, is_plain_linear, is_watched, joined
+
+Later = list[Callable[[], tuple[torch.Tensor, torch.Tensor]]]  # video and text of further items of the batch
 
 
 class FusedBlock(ModelHook):
@@ -130,16 +133,25 @@ class FusedCogVideoXBlock(FusedBlock):
         attention, mlp = _modulation(module.norm1, temb, text), _modulation(module.norm2, temb, text)
 
         normed = rows.normalise(joint, module.norm1.norm, attention)
-        video_part, text_part = module.attn1(
+        later: Later = []
+        first = module.attn1(
             hidden_states=normed[:, text:],
             encoder_hidden_states=normed[:, :text],
             image_rotary_emb=image_rotary_emb,
+            later=later,
             **(attention_kwargs or {}),
         )
-        attended = joined(text_part, video_part)
-        joint, normed = rows.add_normalise(joint, attended, module.norm2.norm, gate=attention, modulation=mlp)
-        joint = rows.add(joint, self._feed_forward(module.ff, normed), gate=mlp)
-        return joint[:, text:], joint[:, :text]
+        total = torch.empty_like(joint)
+        items = joint.shape[0] // (1 + len(later))  # of the batch that go together
+        for index, attended in enumerate([lambda: first, *later]):
+            part = slice(index * items, (index + 1) * items)
+            gate, modulation = attention.of(part), mlp.of(part)
+            video_part, text_part = attended()
+            residual, normed = rows.add_normalise(
+                joint[part], joined(text_part, video_part), module.norm2.norm, gate=gate, modulation=modulation
+            )
+            rows.add(residual, self._feed_forward(module.ff, normed), gate=modulation, out=total[part])
+        return total[:, text:], total[:, :text]
 
     def _unexpected(self, block: Any) -> str | None:
         for name in ("norm1", "norm2"):

@@ -1,5 +1,7 @@
 """CogVideoX: text and video are one joint sequence, normalised per head and rotated over the video tokens."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,10 +11,10 @@ from diffusers.models.attention_processor import Attention
 
 from fodit.kernels import rows
 from fodit.kernels.modulation import Rotary
-from fodit.models.blocks import FusedCogVideoXBlock
+from fodit.models.blocks import FusedCogVideoXBlock, Later
 from fodit.models.family import ModelFamily
 from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments, refuse_training
-from fodit.models.ulysses import attend, joined
+from fodit.models.ulysses import attend, joined, with_weights
 
 
 class CogVideoXUlyssesProcessor:
@@ -30,7 +32,13 @@ class CogVideoXUlyssesProcessor:
         encoder_hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Rotary | None = None,
+        later: Later | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Video and text of this rank, after attention.
+
+        With a list `later` only the first item of the batch may be returned: the list then holds a function for each
+        other item, to be called in order, and the caller goes on with one item while the next one is exchanged.
+        """
         if attention_mask is not None:
             raise NotImplementedError("attention_mask is not supported on a sharded CogVideoX sequence; pass None")
 
@@ -41,8 +49,17 @@ class CogVideoXUlyssesProcessor:
             return rows.arrive_layer_norm(query, key, norms, image_rotary_emb, self.sequence.text)
 
         joint, text = joined(encoder_hidden_states, hidden_states), encoder_hidden_states.shape[1]
-        output = attend(attn, joint, self.sequence, prepare, self._attention_backend)
-        return output[:, text:], output[:, :text]
+        parts = joint.shape[0] if later is not None and self.sequence.pipelined else 1
+
+        def split(part: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            output = part()
+            return output[:, text:], output[:, :text]
+
+        arrive = with_weights(prepare, attn.norm_q, attn.norm_k)
+        first, *others = attend(attn, joint, self.sequence, arrive, self._attention_backend, parts=parts)
+        if later is not None:
+            later.extend(partial(split, other) for other in others)
+        return split(first)
 
 
 class ShardJoint(ModelHook):

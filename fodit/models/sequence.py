@@ -10,7 +10,8 @@ from fodit.ops import Communicator
 from fodit.plan import UlyssesLayout, split_ranges
 
 # On two H200 through host memory, 5 groups were the fastest of 1, 2, 5 and 10 for Wan-14B; over NVLink all are alike.
-DEFAULT_HEAD_GROUPS = 5
+# Where the items of a batch go one after the other there are as many exchanges with fewer groups.
+DEFAULT_EXCHANGES = 5
 HeadGroups = int | tuple[int, ...] | None
 
 
@@ -22,19 +23,18 @@ class ShardedSequence:
     Args:
         comm: communicator of the Ulysses group.
         heads, head_dim: of the model's self-attention.
-        head_groups: parts in which heads are exchanged, a number or their relative sizes; None takes up to five, or one
-            without overlap.
+        head_groups: parts in which heads are exchanged, a number or their relative sizes; None makes up to five
+            exchanges of a batch, or one without overlap.
     """
 
     def __init__(self, comm: Communicator, heads: int, head_dim: int, head_groups: HeadGroups = None) -> None:
         most = heads // comm.size
-        if head_groups is None:
-            head_groups = min(DEFAULT_HEAD_GROUPS, most) if comm.overlap and comm.size > 1 else 1
-        elif not 1 <= (head_groups if isinstance(head_groups, int) else len(head_groups)) <= most:
+        given = head_groups if isinstance(head_groups, int | None) else len(head_groups)
+        if given is not None and not 1 <= given <= most:
             raise ValueError(f"{heads} heads on {comm.size} ranks allow head_groups 1 to {most}, got {head_groups}")
         self.comm, self.heads, self.head_dim, self.head_groups = comm, heads, head_dim, head_groups
         self.text = self.tokens = 0  # of the forward that is running
-        self._layouts: dict[tuple[int, int], UlyssesLayout] = {}
+        self._layouts: dict[tuple[int, int, int], UlyssesLayout] = {}
 
     def begin(self, tokens: int, text: int = 0) -> None:
         """A forward over `tokens` tokens starts, the first `text` of which are text."""
@@ -60,12 +60,24 @@ class ShardedSequence:
         )
         return self.comm.gather_rows(part.transpose(0, 1), sizes).wait().transpose(0, 1)
 
-    def layout(self, batch: int) -> UlyssesLayout:
-        """Of the self-attention in the running forward; one object for the same sizes, so its plan is made once."""
-        key = (self.tokens, batch)
+    @property
+    def pipelined(self) -> bool:
+        """Whether there are exchanges that computation can hide."""
+        return self.comm.overlap and self.comm.size > 1
+
+    def layout(self, batch: int, parts: int = 1) -> UlyssesLayout:
+        """Of the self-attention in the running forward, of one part of the batch if it goes in equal parts.
+
+        One object for the same sizes, so its plan is made once.
+        """
+        key = (self.tokens, batch, parts)
         if key not in self._layouts:
+            groups = self.head_groups
+            if groups is None:
+                wanted = -(-DEFAULT_EXCHANGES // parts) if self.pipelined else 1
+                groups = min(wanted, self.heads // self.comm.size)
             self._layouts[key] = UlyssesLayout(
-                self.comm.rank, self.comm.size, self.tokens, batch, self.heads, self.head_dim, self.head_groups
+                self.comm.rank, self.comm.size, self.tokens, batch // parts, self.heads, self.head_dim, groups
             )
         return self._layouts[key]
 

@@ -7,9 +7,12 @@ All ranks start their collectives in the same order: q, k, v of every group, the
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
@@ -19,6 +22,7 @@ from fodit.plan import UlyssesLayout
 
 # Normalises and rotates q and k [token, batch, head, dim] of the given range of heads; may overwrite them.
 Prepare = Callable[[torch.Tensor, torch.Tensor, tuple[int, int]], tuple[torch.Tensor, torch.Tensor]]
+Returns = list[tuple[Pending, torch.Tensor]]  # of each head group: its exchange, and where it arrives
 
 
 def attend(
@@ -28,8 +32,14 @@ def attend(
     prepare: Prepare,
     backend: Any,
     between: Callable[[torch.Tensor], None] | None = None,
-) -> torch.Tensor:
+    parts: int = 1,
+) -> list[Callable[[], torch.Tensor]]:
     """Self-attention of the whole sequence for this rank's tokens.
+
+    With several parts of the batch the exchange of one hides behind the computation of another::
+
+        compute   [ qkv, part 0 ][ qkv, part 1 ][ attention 0 ][ attention 1 ][ out 0, the caller's work ][ out 1 ] ...
+        comm            [ qkv 0 ][ qkv 1 ]             [ output 0 ]  [ output 1 ]
 
     Args:
         attn: module with `to_q`, `to_k`, `to_v` and `to_out`.
@@ -37,17 +47,22 @@ def attend(
         prepare: what happens to q and k before they are attended.
         backend: diffusers attention backend, None for the active one.
         between: called with the send buffer when all projections are under way, where there is an exchange.
+        parts: equal parts of the batch that go one after the other.
 
     Returns:
-        [batch, local tokens, C].
+        For each part a function that waits for it and gives [batch / parts, local tokens, C]; to be called in order.
     """
     if sequence.comm.size == 1:
-        return _attend_alone(attn, hidden_states, sequence, prepare, backend)
-    layout = sequence.layout(hidden_states.shape[0])
-    arrivals = _project(attn, hidden_states.flatten(0, 1), sequence, layout, between)
-    attended = _attend_groups(arrivals, prepare, layout, sequence, backend)
-    projected = attn.to_out[1](attn.to_out[0](attended.flatten(0, 1)))
-    return projected.view(layout.local_tokens, layout.batch, -1).transpose(0, 1)
+        return [lambda: _attend_alone(attn, hidden_states, sequence, prepare, backend)]
+    layout = sequence.layout(hidden_states.shape[0], parts)
+    arrivals = [_project(attn, part.flatten(0, 1), sequence, layout, between) for part in hidden_states.chunk(parts)]
+    returns = [_attend_groups(one, prepare, layout, sequence, backend) for one in arrivals]
+
+    def output(returned: Returns) -> torch.Tensor:
+        projected = attn.to_out[1](attn.to_out[0](_collect(returned, layout).flatten(0, 1)))
+        return projected.view(layout.local_tokens, layout.batch, -1).transpose(0, 1)
+
+    return [partial(output, one) for one in returns]
 
 
 def _attend_alone(
@@ -90,14 +105,10 @@ def _project(
 
 def _attend_groups(
     arrivals: Arrivals, prepare: Prepare, layout: UlyssesLayout, sequence: ShardedSequence, backend: Any
-) -> torch.Tensor:
-    """Attention of this rank's heads, group after group, and its result back on the ranks that hold the tokens.
-
-    Returns:
-        [local tokens, batch, heads * dim].
-    """
+) -> Returns:
+    """Attention of this rank's heads, group after group, on its way back to the ranks that hold the tokens."""
     comm, dim = sequence.comm, layout.head_dim
-    returns: list[tuple[Pending, torch.Tensor]] = []
+    returns: Returns = []
     for group in range(layout.groups):
         heads = layout.head_ranges[layout.rank][group]
         raw = arrivals.wait(group).view(layout.tokens, layout.batch, 3, heads[1] - heads[0], dim)
@@ -107,8 +118,13 @@ def _attend_groups(
         send, recv = layout.return_sizes(group)
         received = sent.new_empty(sum(recv))
         returns.append((comm.all_to_all(received, sent, recv, send), received))
+    return returns
 
-    result = arrivals.wait(0).new_empty(layout.local_tokens, layout.batch, layout.heads * dim)
+
+def _collect(returns: Returns, layout: UlyssesLayout) -> torch.Tensor:
+    """What came back of every group: [local tokens, batch, heads * dim]."""
+    dim = layout.head_dim
+    result = returns[0][1].new_empty(layout.local_tokens, layout.batch, layout.heads * dim)
     for group, (pending, received) in enumerate(returns):
         pending.wait()
         _, sizes = layout.return_sizes(group)
@@ -144,6 +160,24 @@ def is_watched(module: nn.Module) -> bool:
     registry = getattr(module, "_diffusers_hook", None)
     hooked = hasattr(module, "_hf_hook") or (registry is not None and bool(registry.hooks))
     return hooked or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def with_weights(function: Prepare, *modules: nn.Module | None) -> Prepare:
+    """`function`, with the modules' weights in place where accelerate keeps them elsewhere between calls.
+
+    Sequential offloading brings a module's weights when the module is called; these are used without a call.
+    """
+    hooked = [module for module in modules if hasattr(module, "_hf_hook")]
+    if not hooked:
+        return function
+
+    def with_them(query: torch.Tensor, key: torch.Tensor, heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        with ExitStack() as stack:
+            for module in hooked:
+                stack.enter_context(align_module_device(module))
+            return function(query, key, heads)
+
+    return with_them
 
 
 def joined(text: torch.Tensor, video: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from fodit.kernels import rows
 from fodit.models.blocks import FusedWanBlock
 from fodit.models.family import ModelFamily
 from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments, refuse_training
-from fodit.models.ulysses import attend
+from fodit.models.ulysses import attend, with_weights
 from fodit.ops import GatheredRows
 
 
@@ -58,7 +58,9 @@ class WanUlyssesProcessor:
             return rows.arrive_rms(query, key, totals[0], (attn.norm_q, attn.norm_k), heads, rotary)
 
         rotary = None if rotary_emb is None else (rotary_emb[0][0, :, 0], rotary_emb[1][0, :, 0])
-        return attend(attn, hidden_states, self.sequence, prepare, self._attention_backend, between)
+        arrive = with_weights(prepare, attn.norm_q, attn.norm_k)
+        (output,) = attend(attn, hidden_states, self.sequence, arrive, self._attention_backend, between)
+        return output()
 
 
 class ShardTimesteps(ModelHook):

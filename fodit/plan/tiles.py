@@ -21,11 +21,13 @@ class TileProgram:
         return sum(self.tiles_per_slab)
 
 
-def tile_program(plan: Plan, tile_m: int, tile_n: int, band: int = 8) -> TileProgram:
+def tile_program(plan: Plan, tile_m: int, tile_n: int, band: int = 16) -> TileProgram:
     """Cut a plan's slabs into tiles of at most [tile_m, tile_n], slab after slab.
 
-    Within a slab the tiles run in bands of `band` tile rows, down the band first and then across the columns: tiles
-    that are in flight together share rows of A and of the weights, which keeps both in the L2 cache.
+    Within a slab the tiles run in bands of about `band` tile rows, down the band first and then across the columns:
+    tiles that are in flight together share rows of A and of the weights, which keeps both in the L2 cache. The bands
+    of a slab are nearly even, since a thin one would read all weights for little, and have an even number of tile
+    rows, since the two blocks of a cluster share the weights of neighbouring tiles.
     """
     if min(tile_m, tile_n, band) < 1:
         raise ValueError(f"tile_m, tile_n and band must be >= 1, got {tile_m}, {tile_n}, {band}")
@@ -39,7 +41,11 @@ def tile_program(plan: Plan, tile_m: int, tile_n: int, band: int = 8) -> TilePro
                     cols = min(tile_n, segment.col_stop - n0)
                     offset = segment.offset + (m0 - segment.row_start) * segment.ld + n0 - segment.col_start
                     tiles.append((m0, n0, rows, cols, segment.weight, index, segment.ld, 0, offset))
-        tiles.sort(key=lambda tile: (tile[0] // (tile_m * band), tile[4], tile[1], tile[0]))
+        starts = sorted({tile[0] for tile in tiles})
+        bands = max(round(len(starts) / band), 1)
+        height = -(-len(starts) // (2 * bands)) * 2
+        band_of = {m0: position // height for position, m0 in enumerate(starts)}
+        tiles.sort(key=lambda tile: (band_of[tile[0]], tile[4], tile[1], tile[0]))
         for *fields, offset in tiles:
             low = offset & 0xFFFFFFFF
             table.extend((*fields, low - (1 << 32) if low >> 31 else low, offset >> 32, 0, 0))

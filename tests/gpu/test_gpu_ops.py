@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fodit.kernels.gemm import kernels_for
 from fodit.ops import Communicator, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
-from fodit.parallel import initialise, rank_device
+from fodit.parallel import initialise, nccl_options, rank_device
 from fodit.plan import UlyssesLayout, all_reduce_plan, reduce_scatter_plan, split_ranges
 
 pytestmark = pytest.mark.gpu(2)
@@ -21,7 +21,7 @@ OPS = ("all_reduce", "reduce_scatter", "all_to_all")
 def start():
     device = rank_device("cuda")
     initialise(device, 120)
-    comm = Communicator(dist.group.WORLD, device)
+    comm = Communicator(dist.new_group(backend="nccl", pg_options=nccl_options()), device)
     return device, comm
 
 
@@ -156,7 +156,7 @@ def test_repeats_are_bitwise_equal(pool):
 
 def two_groups():
     device, first = start()
-    second = Communicator(dist.new_group(), device)
+    second = Communicator(dist.new_group(backend="nccl", pg_options=nccl_options()), device)
     worst = 0.0
     for seed in range(200, 230, 2):
         cases = [draw(seed + index, first.size, device) for index in range(2)]
