@@ -1,4 +1,4 @@
-"""The `fodit` command: `fodit doctor`, `fodit report FILE ...`, `fodit bench ops|step ...`."""
+"""The `fodit` command: `fodit doctor`, `fodit tune ...`, `fodit report FILE ...`, `fodit bench ops|step ...`."""
 
 import argparse
 import sys
@@ -10,9 +10,13 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="what fodit finds on this machine, and what would not run as fast as it could")
     report = commands.add_parser("report", help="print latency reports that a pipeline saved")
     report.add_argument("files", nargs="+", metavar="FILE", help="JSON files written by report.save()")
+    summary = "measure this machine and find a model's best plans, under torchrun"
+    commands.add_parser("tune", help=summary, add_help=False)
     bench = commands.add_parser("bench", help="benchmarks, under torchrun", add_help=False)
     bench.add_argument("rest", nargs=argparse.REMAINDER)
-    given = parser.parse_args(arguments)
+    given, rest = parser.parse_known_args(arguments)
+    if rest and given.command != "tune":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
     if given.command == "doctor":
         from fodit.doctor import doctor
@@ -20,6 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(doctor())
     elif given.command == "report":
         return _print_reports(given.files)
+    elif given.command == "tune":
+        from fodit.tune.command import main as run_tune
+
+        return run_tune(rest)
     else:
         from fodit.bench.__main__ import main as run_bench
 

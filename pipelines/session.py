@@ -19,6 +19,7 @@ from fodit.parallel import DIMENSIONS, ParallelConfig, ProcessGroups
 from fodit.pipelines.checkpoint import TRANSFORMERS
 from fodit.report import Call, Model, Parallel, RankReport, Report, versions
 from fodit.timeline import Timeline
+from fodit.tune.planner import planner_for
 
 
 class Session:
@@ -46,6 +47,7 @@ class Session:
         self.timeline = Timeline(device)
         self.groups = ProcessGroups(parallel, device, self.timeline, overlap)
         self.head_groups = head_groups
+        self.plan()
         self.attachments: dict[str, Attachment] = {}
         self.warnings = harmful_environment() if device.type == "cuda" and self.groups.size > 1 else []
         for text in self.warnings:
@@ -62,6 +64,15 @@ class Session:
     @property
     def holds_output(self) -> bool:
         return self.output_rank is None or self.rank == self.output_rank
+
+    def plan(self, compute_sms: int | None = None) -> None:
+        """Let what was measured or tuned on this machine, or a short probe of it, decide how operations run.
+
+        Args:
+            compute_sms: SMs that products may take; None takes all.
+        """
+        if self.overlap:
+            self.groups.ulysses.planner = planner_for(self.groups.ulysses, self.control, compute_sms)
 
     def attach(self, pipe: Any) -> None:
         """Attach to the pipeline's transformers, also to one that was exchanged since."""
@@ -138,7 +149,8 @@ class Session:
         )
         notes = [note for attachment in self.attachments.values() for note in attachment.notes]
         notes += sorted(self.groups.cfg.fallbacks | self.groups.ulysses.fallbacks)
-        notes += self.warnings
+        planner = self.groups.ulysses.planner
+        notes += self.warnings + list(planner.notes if planner is not None else ())
         reports = everyone(self.control, (mine, total_s, notes))
         transformer = next(iter(self.attachments.values())).transformer
         parallel = dict(zip(DIMENSIONS, self.groups.parallel.degrees, strict=True))
@@ -160,6 +172,7 @@ class Session:
             total_s=reports[0][1],
             ranks=[one for one, _, _ in reports],
             versions=versions(),
+            plans=list(planner.asked) if planner is not None else [],
             notes=list(dict.fromkeys(note for _, _, notes in reports for note in notes)),
         )
 

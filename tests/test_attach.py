@@ -124,6 +124,35 @@ def test_a_changed_weight_counts():
         assert torch.allclose(transformer(**given).sample, attached, atol=1e-5)
 
 
+def watched_block(watch):
+    """What a forward hook on the first block sees, with and without fodit; and the transformer's output."""
+    transformer = cogvideox()
+    given = inputs(transformer)
+    seen = []
+    see = lambda _module, _args, output: seen.append(output[0].clone())  # noqa: E731
+    with torch.no_grad():
+        handles = [transformer.transformer_blocks[0].register_forward_hook(see)] if watch else []
+        wanted = transformer(**given).sample
+        for handle in handles:
+            handle.remove()
+        attach(transformer, groups(cfg=1))
+        if watch:
+            transformer.transformer_blocks[0].register_forward_hook(see)
+        found = [transformer(**given).sample for _ in range(2)]
+    return [torch.allclose(one, wanted, atol=1e-5) for one in found], [one.shape[1] for one in seen], seen
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_blocks_hand_over_work_only_where_nobody_looks(pool, watch):
+    results = pool.run(2, watched_block, watch)
+    for right, _, _ in results:
+        assert all(right)
+    if watch:
+        (_, sizes, first), (_, _, second) = results
+        whole, parts = first[0], torch.cat([first[1], second[1]], dim=1)
+        assert sizes[0] == parts.shape[1] and torch.allclose(parts, whole, atol=1e-5)
+
+
 @pytest.mark.parametrize("make", [wan, cogvideox])
 def test_offloaded_weights_of_norms(make):
     """accelerate's sequential offloading leaves meta tensors between calls; norms of q and k are used without one."""

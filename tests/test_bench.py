@@ -14,6 +14,7 @@ import torch.distributed as dist
 from diffusers import CogVideoXPipeline, WanPipeline
 
 from fodit import FoWanPipeline
+from fodit.agreement import everyone
 from fodit.bench import floor, numerics, step, ways
 from fodit.bench.floor import Attention, Product, layer_floor, layer_work
 from fodit.bench.model import make_model, twin
@@ -34,7 +35,7 @@ class CpuSetting:
     def __init__(self, ranks=1):
         self.device, self.ranks, self.profile = CPU, ranks, "cpu"
         self.control = initialise(CPU, 60) if ranks > 1 else None
-        self.said, self.saved = [], {}
+        self.said, self.saved, self.sms, self.max_ctas = [], {}, 0, None
 
     @contextmanager
     def compute(self):
@@ -51,6 +52,9 @@ class CpuSetting:
         begin = time.perf_counter()
         work()
         return (time.perf_counter() - begin) * 1e3
+
+    def slowest(self, times):
+        return [max(one) for one in zip(*everyone(self.control, times), strict=True)]
 
     def save(self, path, results):
         self.saved = json.loads(json.dumps(results))

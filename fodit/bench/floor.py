@@ -112,11 +112,12 @@ def layer_work(transformer: Any, batch: int, video_tokens: int, text_tokens: int
 
 
 def layer_floor(setting: Setting, work: list[Operation], dtype: torch.dtype) -> Floor:
-    """Milliseconds of the operations."""
+    """Milliseconds of the operations on the slowest rank, for which the others wait."""
     with setting.compute():
         fastest = [_fastest(setting, operation, dtype) for operation in work]
         alone = sum(taken for taken, _ in fastest)
-        return Floor(alone, _chain_ms(setting, [call for _, call in fastest], alone))
+        chain = _chain_ms(setting, [call for _, call in fastest], alone)
+    return Floor(*setting.slowest([alone, chain]))
 
 
 def layer_floor_ms(setting: Setting, work: list[Operation], dtype: torch.dtype) -> float:

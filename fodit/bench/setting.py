@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fodit.agreement import everyone
 from fodit.parallel import initialise, rank_device
 from fodit.report import versions
 
@@ -96,6 +97,10 @@ class Setting:
                 if index >= warm_up:
                     times.append(begin.elapsed_time(end))
         return [median(times) for times in taken]
+
+    def slowest(self, times: Sequence[float]) -> list[float]:
+        """Of each time the longest on any rank, on all ranks."""
+        return [max(one) for one in zip(*everyone(self.control, list(times)), strict=True)]
 
     def describe(self) -> dict[str, Any]:
         """Date, machine, profile, versions and commit."""

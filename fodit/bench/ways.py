@@ -89,6 +89,8 @@ class Fodit(Way):
             head_groups=head_groups if self.overlap else None,
         )
         pipe._session.timeline.enabled = self.timed
+        if setting.sms:
+            pipe._session.plan(setting.sms)
         try:
             yield pipe
         finally:

@@ -18,8 +18,10 @@ from torch import nn
 from fodit.kernels.modulation import Modulation, Rotary, wide
 
 
-def normalise(x: torch.Tensor, norm: nn.LayerNorm, modulation: Modulation | None = None) -> torch.Tensor:
-    """Layer norm of each row, modulated::
+def normalise(
+    x: torch.Tensor, norm: nn.LayerNorm, modulation: Modulation | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Layer norm of each row, modulated; into `out`, which is contiguous, if it is given::
 
         norm(x) * (1 + scale) + shift
 
@@ -28,8 +30,9 @@ def normalise(x: torch.Tensor, norm: nn.LayerNorm, modulation: Modulation | None
         norm: its weight, bias and eps are used.
     """
     if (triton := _triton(x)) is not None:
-        return triton.rows(x, None, norm, None, modulation)[1]
-    return _normalised(wide(x), norm, modulation).to(x.dtype)
+        return triton.rows(x, None, norm, None, modulation, normed=out)[1]
+    normed = _normalised(wide(x), norm, modulation).to(x.dtype)
+    return normed if out is None else out.copy_(normed)
 
 
 def add(
@@ -37,7 +40,7 @@ def add(
 ) -> torch.Tensor:
     """`x + gate * y`, or `x + y`: [batch, tokens, C]; into `out`, which is contiguous, if it is given."""
     if (triton := _triton(x)) is not None:
-        return triton.rows(x, y, None, gate, None, out=out)[0]
+        return triton.rows(x, y, None, gate, None, total=out)[0]
     total = _added(x, y, gate).to(x.dtype)
     return total if out is None else out.copy_(total)
 

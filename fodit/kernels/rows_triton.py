@@ -106,20 +106,24 @@ def rows(
     gate: Modulation | None,
     modulation: Modulation | None,
     *,
-    out: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
     each: int = ROWS,
     warps: int | None = None,
     stages: int = STAGES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + gate * y (into `out`) and its modulated layer norm, whichever are wanted; the other one is returned as x."""
+    """x + gate * y and its modulated layer norm, whichever are wanted; the other one is returned as x."""
     batch, tokens, width = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     adds = y is not None
     y = x if y is None else y if y.stride(-1) == 1 else y.contiguous()
-    total = x
-    if adds:
-        total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if norm is not None else x
+
+    def target(wanted: bool, given: torch.Tensor | None) -> torch.Tensor:
+        if not wanted:
+            return x
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device) if given is None else given
+
+    total, normed = target(adds, total), target(norm is not None, normed)
     if x.numel() == 0:
         return total, normed
     gates, gate_table, *gate_numbers = _arguments(gate, x)

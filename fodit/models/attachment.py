@@ -12,10 +12,9 @@ from fodit.models import cogvideox, wan
 from fodit.models.family import ModelFamily
 from fodit.models.guidance import SplitBatch, SplitPasses
 from fodit.models.sequence import HeadGroups, ShardedSequence
-from fodit.models.ulysses import class_name, is_plain_linear
+from fodit.models.ulysses import HOOK, class_name, is_plain_linear
 from fodit.parallel import ProcessGroups
 
-HOOK = "fodit"  # prefix of the hooks' names in diffusers' registry
 FAMILIES = {family.transformer: family for family in (cogvideox.FAMILY, wan.FAMILY)}
 
 
@@ -67,7 +66,7 @@ class Attachment:
         self.processor._attention_backend = getattr(self._before[0], "_attention_backend", None)
         self._passes: SplitBatch | SplitPasses | None = None
 
-        self._fused = self.family.fused_blocks(transformer)
+        self._fused = self.family.fused_blocks(transformer, self.sequence)
         hooks: list[tuple[nn.Module, ModelHook]] = [*self._fused]  # first: the others surround a block's forward
         hooks += self.family.sequence_hooks(transformer, self.sequence)
         if groups.cfg.size > 1:

@@ -5,7 +5,7 @@ quantised weights and processors keep working; only norms, modulations, gates, r
 here. Where a block is not built as expected its own forward runs, and `reasons` says why.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch import nn
 
 from fodit.kernels import rows
 from fodit.kernels.modulation import Modulation
-from fodit.models.ulysses import class_name, is_plain_linear, is_watched, joined
+from fodit.models.sequence import ShardedSequence
+from fodit.models.ulysses import class_name, has_other_hooks, is_plain_linear, is_watched, joined
 
 Later = list[Callable[[], tuple[torch.Tensor, torch.Tensor]]]  # video and text of further items of the batch
 
@@ -109,10 +110,57 @@ class FusedWanBlock(FusedBlock):
         )
 
 
+class Tail:
+    """The end of a block that waits until the next block has its first product under way.
+
+    Blocks exchange one item of the batch while they compute another. At a block's start there would be nothing to
+    compute but products; with the last item's MLP put off until then there is::
+
+        compute   ...[ attention 1 ][ out, MLP 0 ] | [ qkv 0 ][ out, MLP 1 of the last block ][ qkv 1 ][ attention 0 ]
+        comm           [ output 0 ]  [ output 1 ]  |        [ qkv 0 ]                              [ qkv 1 ]
+
+    Args:
+        blocks: of the transformer, in order. Nothing is put off where somebody else's hooks are on them, for these
+            would see what is not finished, nor while torch.compile traces.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks, self._allowed = blocks, False
+        self._work: Callable[[], None] | None = None
+
+    def begin(self, block: nn.Module) -> None:
+        """A block starts. With the first one forget a forward that was broken off, and look for hooks."""
+        if self._blocks and block is self._blocks[0]:
+            self._work = None
+            self._allowed = not torch.compiler.is_compiling() and not any(has_other_hooks(one) for one in self._blocks)
+
+    def put_off(self, block: nn.Module, work: Callable[[], None]) -> None:
+        """Do it now if it cannot wait for a next block."""
+        if self._allowed and block is not self._blocks[-1]:
+            self._work = work
+        else:
+            work()
+
+    def finish(self) -> None:
+        """Do what was put off."""
+        work, self._work = self._work, None
+        if work is not None:
+            work()
+
+
 class FusedCogVideoXBlock(FusedBlock):
-    """Text and video stay one joint tensor, of which the block's inputs and outputs are views."""
+    """Text and video stay one joint tensor, of which the block's inputs and outputs are views.
+
+    Args:
+        sequence: where the items of a batch go one after the other if it has exchanges to hide; None for one rank.
+        tail: of the transformer's blocks.
+    """
 
     block = CogVideoXBlock
+
+    def __init__(self, sequence: ShardedSequence | None = None, tail: Tail | None = None) -> None:
+        super().__init__()
+        self._sequence, self._tail = sequence, tail or Tail(())
 
     def new_forward(
         self,
@@ -124,34 +172,57 @@ class FusedCogVideoXBlock(FusedBlock):
         attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """video [batch, tokens, C], text [batch, text, C], temb [batch, time_embed_dim] → video, text."""
+        self._tail.begin(module)
         if not self._applies(module):
+            self._tail.finish()
             return self.fn_ref.original_forward(
                 hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
             )
         text = encoder_hidden_states.shape[1]
         joint = joined(encoder_hidden_states, hidden_states)
+        normed, total = torch.empty_like(joint), torch.empty_like(joint)
         attention, mlp = _modulation(module.norm1, temb, text), _modulation(module.norm2, temb, text)
 
-        normed = rows.normalise(joint, module.norm1.norm, attention)
+        def normalise(item: slice) -> None:
+            rows.normalise(joint[item], module.norm1.norm, attention.of(item), out=normed[item])
+
+        def finish(item: slice, attended: tuple[torch.Tensor, torch.Tensor]) -> None:
+            video_part, text_part = attended
+            gate, modulation = attention.of(item), mlp.of(item)
+            residual, second = rows.add_normalise(
+                joint[item], joined(text_part, video_part), module.norm2.norm, gate=gate, modulation=modulation
+            )
+            rows.add(residual, self._feed_forward(module.ff, second), gate=modulation, out=total[item])
+
+        def meanwhile() -> None:
+            self._tail.finish()
+            for item in others:
+                normalise(item)
+
+        first, *others = self._items(joint.shape[0])
+        if not others:
+            self._tail.finish()
+        normalise(first)
         later: Later = []
-        first = module.attn1(
+        attended = module.attn1(
             hidden_states=normed[:, text:],
             encoder_hidden_states=normed[:, :text],
             image_rotary_emb=image_rotary_emb,
-            later=later,
+            **({"later": later, "meanwhile": meanwhile} if others else {}),
             **(attention_kwargs or {}),
         )
-        total = torch.empty_like(joint)
-        items = joint.shape[0] // (1 + len(later))  # of the batch that go together
-        for index, attended in enumerate([lambda: first, *later]):
-            part = slice(index * items, (index + 1) * items)
-            gate, modulation = attention.of(part), mlp.of(part)
-            video_part, text_part = attended()
-            residual, normed = rows.add_normalise(
-                joint[part], joined(text_part, video_part), module.norm2.norm, gate=gate, modulation=modulation
-            )
-            rows.add(residual, self._feed_forward(module.ff, normed), gate=modulation, out=total[part])
+        finish(first, attended)
+        for item, wait in zip(others[:-1], later[:-1], strict=True):
+            finish(item, wait())
+        if others:
+            self._tail.put_off(module, lambda: finish(others[-1], later[-1]()))
         return total[:, text:], total[:, :text]
+
+    def _items(self, batch: int) -> list[slice]:
+        """Parts of the batch that go one after the other."""
+        if self._sequence is None or not self._sequence.pipelined:
+            return [slice(0, batch)]
+        return [slice(index, index + 1) for index in range(batch)]
 
     def _unexpected(self, block: Any) -> str | None:
         for name in ("norm1", "norm2"):

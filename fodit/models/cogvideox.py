@@ -11,7 +11,7 @@ from diffusers.models.attention_processor import Attention
 
 from fodit.kernels import rows
 from fodit.kernels.modulation import Rotary
-from fodit.models.blocks import FusedCogVideoXBlock, Later
+from fodit.models.blocks import FusedBlock, FusedCogVideoXBlock, Later, Tail
 from fodit.models.family import ModelFamily
 from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments, refuse_training
 from fodit.models.ulysses import attend, joined, with_weights
@@ -33,11 +33,14 @@ class CogVideoXUlyssesProcessor:
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Rotary | None = None,
         later: Later | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Video and text of this rank, after attention.
 
-        With a list `later` only the first item of the batch may be returned: the list then holds a function for each
-        other item, to be called in order, and the caller goes on with one item while the next one is exchanged.
+        With a list `later` the items of the batch go one after the other. Only the first one is returned; the list
+        then holds a function for each other item, to be called in order, and the caller goes on with one item while
+        the next one is exchanged. `meanwhile` is called when the first item's projections are under way: until then
+        the other items need not be there.
         """
         if attention_mask is not None:
             raise NotImplementedError("attention_mask is not supported on a sharded CogVideoX sequence; pass None")
@@ -49,14 +52,16 @@ class CogVideoXUlyssesProcessor:
             return rows.arrive_layer_norm(query, key, norms, image_rotary_emb, self.sequence.text)
 
         joint, text = joined(encoder_hidden_states, hidden_states), encoder_hidden_states.shape[1]
-        parts = joint.shape[0] if later is not None and self.sequence.pipelined else 1
+        parts = joint.shape[0] if later is not None else 1
 
         def split(part: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
             output = part()
             return output[:, text:], output[:, :text]
 
         arrive = with_weights(prepare, attn.norm_q, attn.norm_k)
-        first, *others = attend(attn, joint, self.sequence, arrive, self._attention_backend, parts=parts)
+        first, *others = attend(
+            attn, joint, self.sequence, arrive, self._attention_backend, parts=parts, meanwhile=meanwhile
+        )
         if later is not None:
             later.extend(partial(split, other) for other in others)
         return split(first)
@@ -79,11 +84,17 @@ class ShardJoint(ModelHook):
         return (), given
 
 
+def _fused_blocks(transformer: Any, sequence: ShardedSequence) -> list[tuple[torch.nn.Module, FusedBlock]]:
+    blocks = list(transformer.transformer_blocks)
+    tail = Tail(blocks)
+    return [(block, FusedCogVideoXBlock(sequence, tail)) for block in blocks]
+
+
 FAMILY = ModelFamily(
     transformer=CogVideoXTransformer3DModel,
     processor=CogVideoXUlyssesProcessor,
     self_attentions=lambda transformer: [block.attn1 for block in transformer.transformer_blocks],
-    fused_blocks=lambda transformer: [(block, FusedCogVideoXBlock()) for block in transformer.transformer_blocks],
+    fused_blocks=_fused_blocks,
     sequence_hooks=lambda transformer, sequence: [
         (transformer.transformer_blocks[0], ShardJoint(sequence)),
         (transformer.proj_out, GatherVideo(sequence)),

@@ -26,6 +26,6 @@ class ModelFamily:
     transformer: type[nn.Module]
     processor: Callable[[ShardedSequence], Any]
     self_attentions: Callable[[Any], list[Any]]
-    fused_blocks: Callable[[Any], list[tuple[nn.Module, FusedBlock]]]
+    fused_blocks: Callable[[Any, ShardedSequence], list[tuple[nn.Module, FusedBlock]]]
     sequence_hooks: Callable[[Any, ShardedSequence], list[tuple[nn.Module, ModelHook]]]
     passes_in_one_call: bool

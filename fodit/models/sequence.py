@@ -23,8 +23,8 @@ class ShardedSequence:
     Args:
         comm: communicator of the Ulysses group.
         heads, head_dim: of the model's self-attention.
-        head_groups: parts in which heads are exchanged, a number or their relative sizes; None makes up to five
-            exchanges of a batch, or one without overlap.
+        head_groups: parts in which heads are exchanged, a number or their relative sizes; None asks the communicator's
+            planner, or makes up to five exchanges of a batch, or one without overlap.
     """
 
     def __init__(self, comm: Communicator, heads: int, head_dim: int, head_groups: HeadGroups = None) -> None:
@@ -34,7 +34,7 @@ class ShardedSequence:
             raise ValueError(f"{heads} heads on {comm.size} ranks allow head_groups 1 to {most}, got {head_groups}")
         self.comm, self.heads, self.head_dim, self.head_groups = comm, heads, head_dim, head_groups
         self.text = self.tokens = 0  # of the forward that is running
-        self._layouts: dict[tuple[int, int, int], UlyssesLayout] = {}
+        self._layouts: dict[tuple[int, int, torch.dtype, int], UlyssesLayout] = {}
 
     def begin(self, tokens: int, text: int = 0) -> None:
         """A forward over `tokens` tokens starts, the first `text` of which are text."""
@@ -65,21 +65,25 @@ class ShardedSequence:
         """Whether there are exchanges that computation can hide."""
         return self.comm.overlap and self.comm.size > 1
 
-    def layout(self, batch: int, parts: int = 1) -> UlyssesLayout:
+    def layout(self, batch: int, dtype: torch.dtype, parts: int = 1) -> UlyssesLayout:
         """Of the self-attention in the running forward, of one part of the batch if it goes in equal parts.
 
         One object for the same sizes, so its plan is made once.
         """
-        key = (self.tokens, batch, parts)
+        key = (self.tokens, batch, dtype, parts)
         if key not in self._layouts:
-            groups = self.head_groups
-            if groups is None:
-                wanted = -(-DEFAULT_EXCHANGES // parts) if self.pipelined else 1
-                groups = min(wanted, self.heads // self.comm.size)
+            groups = self.head_groups or self._chosen_groups(batch // parts, dtype, parts)
             self._layouts[key] = UlyssesLayout(
                 self.comm.rank, self.comm.size, self.tokens, batch // parts, self.heads, self.head_dim, groups
             )
         return self._layouts[key]
+
+    def _chosen_groups(self, batch: int, dtype: torch.dtype, parts: int) -> int | tuple[int, ...]:
+        if not self.pipelined:
+            return 1
+        if self.comm.planner is not None:
+            return self.comm.planner.head_groups(self.tokens, batch, self.heads, self.head_dim, parts, dtype)
+        return min(-(-DEFAULT_EXCHANGES // parts), self.heads // self.comm.size)
 
 
 class GatherVideo(ModelHook):

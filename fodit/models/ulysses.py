@@ -20,6 +20,7 @@ from fodit.models.sequence import ShardedSequence
 from fodit.ops import Arrivals, Pending, all_to_all_products, gemm_all_to_all
 from fodit.plan import UlyssesLayout
 
+HOOK = "fodit"  # prefix of the hooks' names in diffusers' registry
 # Normalises and rotates q and k [token, batch, head, dim] of the given range of heads; may overwrite them.
 Prepare = Callable[[torch.Tensor, torch.Tensor, tuple[int, int]], tuple[torch.Tensor, torch.Tensor]]
 Returns = list[tuple[Pending, torch.Tensor]]  # of each head group: its exchange, and where it arrives
@@ -33,6 +34,7 @@ def attend(
     backend: Any,
     between: Callable[[torch.Tensor], None] | None = None,
     parts: int = 1,
+    meanwhile: Callable[[], None] | None = None,
 ) -> list[Callable[[], torch.Tensor]]:
     """Self-attention of the whole sequence for this rank's tokens.
 
@@ -48,14 +50,20 @@ def attend(
         backend: diffusers attention backend, None for the active one.
         between: called with the send buffer when all projections are under way, where there is an exchange.
         parts: equal parts of the batch that go one after the other.
+        meanwhile: called when the first part's projections are under way; until then only that part of the
+            `hidden_states` needs to be there.
 
     Returns:
         For each part a function that waits for it and gives [batch / parts, local tokens, C]; to be called in order.
     """
     if sequence.comm.size == 1:
         return [lambda: _attend_alone(attn, hidden_states, sequence, prepare, backend)]
-    layout = sequence.layout(hidden_states.shape[0], parts)
-    arrivals = [_project(attn, part.flatten(0, 1), sequence, layout, between) for part in hidden_states.chunk(parts)]
+    layout = sequence.layout(hidden_states.shape[0], hidden_states.dtype, parts)
+    arrivals = []
+    for index, part in enumerate(hidden_states.chunk(parts)):
+        arrivals.append(_project(attn, part.flatten(0, 1), sequence, layout, between))
+        if index == 0 and meanwhile is not None:
+            meanwhile()
     returns = [_attend_groups(one, prepare, layout, sequence, backend) for one in arrivals]
 
     def output(returned: Returns) -> torch.Tensor:
@@ -160,6 +168,13 @@ def is_watched(module: nn.Module) -> bool:
     registry = getattr(module, "_diffusers_hook", None)
     hooked = hasattr(module, "_hf_hook") or (registry is not None and bool(registry.hooks))
     return hooked or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_other_hooks(module: nn.Module) -> bool:
+    """Whether hooks that are not fodit's act when the module is called."""
+    registry = getattr(module, "_diffusers_hook", None)
+    others = registry is not None and any(not name.startswith(HOOK) for name in registry.hooks)
+    return others or hasattr(module, "_hf_hook") or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def with_weights(function: Prepare, *modules: nn.Module | None) -> Prepare:

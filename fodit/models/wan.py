@@ -43,7 +43,7 @@ class WanUlyssesProcessor:
 
         def between(sent: torch.Tensor) -> None:
             # The send buffer holds, of each group and rank in turn, [local tokens, batch, 3, heads, dim].
-            layout = self.sequence.layout(hidden_states.shape[0])
+            layout = self.sequence.layout(hidden_states.shape[0], hidden_states.dtype)
             places = [(rank, group) for group in range(layout.groups) for rank in range(layout.ranks)]
             widths = [layout.group_heads(*place) * layout.head_dim for place in places]
             local = rows.squares_of_slabs(sent, widths, layout.local_tokens * layout.batch)
@@ -97,7 +97,7 @@ FAMILY = ModelFamily(
     transformer=WanTransformer3DModel,
     processor=WanUlyssesProcessor,
     self_attentions=lambda transformer: [block.attn1 for block in transformer.blocks],
-    fused_blocks=lambda transformer: [(block, FusedWanBlock()) for block in transformer.blocks],
+    fused_blocks=lambda transformer, _: [(block, FusedWanBlock()) for block in transformer.blocks],
     sequence_hooks=lambda transformer, sequence: [
         (transformer, ShardTimesteps(sequence)),
         (transformer.blocks[0], ShardVideo(sequence)),

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from fodit.plan import Plan
 from fodit.timeline import COMMUNICATION, EXPOSED, Timeline
 
 # torch 2.13 renamed them.
@@ -63,6 +64,45 @@ def sms_beside_nccl(device: torch.device) -> int:
     return max(count - max(count // 16, 4), 1)
 
 
+class Choice(Protocol):
+    """How an operation is run. `fodit.tune.choice.Choice` documents the attributes."""
+
+    @property
+    def overlap(self) -> bool: ...
+
+    @property
+    def slabs(self) -> tuple[int, ...]: ...
+
+    @property
+    def kernel(self) -> str | None: ...
+
+    @property
+    def free_sms(self) -> int: ...
+
+
+class Planner(Protocol):
+    """Says how operations are run on this machine; the same on all ranks. `fodit.tune.planner.Planner` is one.
+
+    Attributes:
+        asked: a line for each answer it gave: the plan, its times and why it was chosen.
+        notes: what a user should know, such as a stored file that could not be used.
+    """
+
+    asked: list[str]
+    notes: tuple[str, ...]
+
+    def choice(self, op: str, m: int, n: int, k: int, dtype: torch.dtype) -> Choice:
+        """For a product [m, k] x [k, n] with a reducing collective."""
+
+    def product(self, plan: Plan, k: int, dtype: torch.dtype) -> Choice:
+        """Kernel and free SMs for a plan that is given."""
+
+    def head_groups(
+        self, tokens: int, batch: int, heads: int, head_dim: int, parts: int, dtype: torch.dtype
+    ) -> tuple[int, ...]:
+        """Relative sizes of the groups in which an attention's heads are exchanged."""
+
+
 class Communicator:
     """Starts collectives of one process group in the order of the calls.
 
@@ -77,7 +117,8 @@ class Communicator:
         overlap: False waits for every collective as soon as it is started.
 
     Attributes:
-        gemm_sms: SMs that a product beside its collectives may take; 0 takes all.
+        gemm_sms: SMs that a product beside its collectives may take if nobody plans it; 0 takes all.
+        planner: plans what is not given; None leaves it to fixed defaults.
         fallbacks: a sentence for each reason why products ran in torch, or not by the best kernel.
     """
 
@@ -96,6 +137,7 @@ class Communicator:
         self.overlap = overlap
         use_stream = device.type == "cuda" and self.size > 1
         self.gemm_sms = sms_beside_nccl(device) if use_stream else 0
+        self.planner: Planner | None = None
         self.fallbacks: set[str] = set()
         self.stream = torch.cuda.Stream(device, priority=-1) if use_stream else None
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
 from fodit.kernels.selftest import failure
-from fodit.ops.communicator import Communicator, Ready, StreamReached
+from fodit.ops.communicator import Choice, Communicator, Ready, StreamReached
 from fodit.plan import Plan, Segment
 
 Activation = Literal["none", "gelu-tanh"]
@@ -32,18 +32,33 @@ def make_executor(
     biases: Sequence[torch.Tensor | None],
     act: Activation,
     comm: Communicator,
+    choice: Choice | None = None,
 ) -> Executor:
-    """A signaling kernel where one takes these operands, else torch. The communicator keeps the reason for torch."""
+    """A signaling kernel where one takes these operands, else torch. The communicator keeps the reason for torch.
+
+    A choice without overlap takes torch: without slabs to send there is nothing to signal. Without a choice the
+    kernel with least work runs on the communicator's SMs.
+    """
+    torch_executor = TorchExecutor(plan, buffer, linear_segments(a, weights, biases, act))
+    if choice is not None and not choice.overlap:
+        return torch_executor
     reason = gemm.refusal(a, weights)
     if reason is None:
-        kernel, wrong = choose_kernel(plan, a.device, a.dtype)
+        named = choice.kernel if choice is not None else None
+        kernel, wrong = choose_kernel(plan, a.device, a.dtype, named)
         comm.fallbacks.update(wrong)
         if kernel is not None:
-            return CudaExecutor(kernel, plan, buffer, a, weights, biases, act, comm.gemm_sms)
+            sms = comm.gemm_sms if choice is None else _sms_left(a.device, choice.free_sms)
+            return CudaExecutor(kernel, plan, buffer, a, weights, biases, act, sms)
         reason = "no kernel can be trusted"
     if a.is_cuda:
         comm.fallbacks.add(f"products ran in torch, slab by slab: {reason}")
-    return TorchExecutor(plan, buffer, linear_segments(a, weights, biases, act))
+    return torch_executor
+
+
+def _sms_left(device: torch.device, free: int) -> int:
+    """SMs for a product that leaves `free` of them; 0 stands for all."""
+    return max(torch.cuda.get_device_properties(device).multi_processor_count - free, 1) if free else 0
 
 
 def stored(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
@@ -149,8 +164,10 @@ class CudaExecutor:
 
 
 @lru_cache(maxsize=256)
-def choose_kernel(plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple[Kernel | None, tuple[str, ...]]:
-    """The kernel with least work, and why better ones are not used. None if no kernel can be trusted.
+def choose_kernel(
+    plan: Plan, device: torch.device, dtype: torch.dtype, named: str | None = None
+) -> tuple[Kernel | None, tuple[str, ...]]:
+    """The kernel that is named, or the one with least work; and why better ones are not used. None if none is right.
 
     Work is what its tiles cover, and per tile a cost of about 2048 elements for filling up. Of equals the first of
     the library's list.
@@ -166,7 +183,7 @@ def choose_kernel(plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple
         return area * (1 + 2048 / (kernel.tile_m * kernel.tile_n))
 
     wrong: list[str] = []
-    for kernel in sorted(kernels, key=work):
+    for kernel in sorted(kernels, key=lambda one: (one.name != named, work(one))):
         # A capture cannot wait for a test's result; what is captured ran before, and was tested then.
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         reason = None if capturing else failure(kernel, device, dtype)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fodit.ops.communicator import Communicator, Pending, Ready, reduce_scatter_single
+from fodit.ops.communicator import Choice, Communicator, Pending, Ready, reduce_scatter_single
 from fodit.ops.executor import Activation, Executor, TorchExecutor, copied_segments, make_executor
 from fodit.plan import Plan, Slab, all_reduce_plan, reduce_scatter_plan, split_sizes
 
@@ -41,17 +41,17 @@ def gemm_all_reduce(
     Args:
         bias: [N], the same on all ranks.
         comm: the group's communicator.
-        plan: from `fodit.plan.all_reduce_plan`; by default eight slabs.
+        plan: from `fodit.plan.all_reduce_plan`; None takes the communicator's planner's, or eight slabs.
 
     Raises:
         ValueError: shapes, dtypes, devices or the plan do not fit each other.
     """
     rows, width = _check(a, [weight], [bias], plan, "all_reduce", comm)
-    plan = plan or all_reduce_plan(rows, width, comm.size, DEFAULT_SLABS, ROW_ALIGN)
+    plan, choice = _planned(all_reduce_plan, plan, a, rows, width, comm)
     buffer = a.new_empty(plan.send_size)
     # The sum takes the bias once if one rank adds it to its own part.
     once = bias if comm.rank == 0 else None
-    executor = make_executor(plan, buffer, a, [weight], [once], "none", comm)
+    executor = make_executor(plan, buffer, a, [weight], [once], "none", comm, choice)
 
     def start(slab: Slab, ready: Ready) -> Pending:
         return comm.start(dist.all_reduce, buffer[slab.start : slab.stop], ready=ready)
@@ -85,13 +85,13 @@ def gemm_reduce_scatter(
     Arguments and errors as in `gemm_all_reduce`; the plan comes from `fodit.plan.reduce_scatter_plan`.
     """
     rows, width = _check(a, [weight], [bias], plan, "reduce_scatter", comm)
-    plan = plan or reduce_scatter_plan(rows, width, comm.size, DEFAULT_SLABS, ROW_ALIGN)
+    plan, choice = _planned(reduce_scatter_plan, plan, a, rows, width, comm)
     mine = split_sizes(rows, comm.size)[comm.rank]
     buffer = a.new_empty(plan.send_size)
     if rows % comm.size:
         buffer[plan.slabs[-1].start :].zero_()  # the unused rows of shorter ranks are summed too: keep them finite
     once = bias if comm.rank == 0 else None
-    executor = make_executor(plan, buffer, a, [weight], [once], "none", comm)
+    executor = make_executor(plan, buffer, a, [weight], [once], "none", comm, choice)
     received = a.new_empty(plan.recv_size) if comm.size > 1 else buffer
 
     def start(slab: Slab, ready: Ready) -> Pending:
@@ -156,7 +156,8 @@ def gemm_all_to_all(
     """
     _check(a, weights, biases, plan, "all_to_all", comm)
     sent = a.new_empty(plan.send_size)
-    return _exchange(make_executor(plan, sent, a, weights, biases, act, comm), sent, comm, plan, between)
+    choice = None if comm.planner is None else comm.planner.product(plan, a.shape[1], a.dtype)
+    return _exchange(make_executor(plan, sent, a, weights, biases, act, comm, choice), sent, comm, plan, between)
 
 
 def all_to_all_products(
@@ -219,6 +220,18 @@ def _send_slabs(
         between()
     send_waiting()
     return pending
+
+
+def _planned(
+    make: Callable[..., Plan], plan: Plan | None, a: torch.Tensor, rows: int, width: int, comm: Communicator
+) -> tuple[Plan, Choice | None]:
+    """The plan that is given, or the planner's with what else it chose, or a fixed default."""
+    if plan is not None:
+        return plan, None
+    if comm.planner is None:
+        return make(rows, width, comm.size, DEFAULT_SLABS, ROW_ALIGN), None
+    choice = comm.planner.choice(make.__name__.removesuffix("_plan"), rows, width, a.shape[1], a.dtype)
+    return make(rows, width, comm.size, choice.slabs, ROW_ALIGN), choice
 
 
 def _check(

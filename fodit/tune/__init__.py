@@ -1,0 +1,1 @@
+"""Measure a machine once, predict operations, search plans, remember them."""

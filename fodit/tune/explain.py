@@ -1,0 +1,92 @@
+"""Says in words how an operation would be run, and why."""
+
+from pathlib import Path
+
+import torch
+
+from fodit.tune.choice import Choice
+from fodit.tune.planner import Planner, name_of
+from fodit.tune.predict import ITEMSIZE, bound_ms, collective_ms, context, product_ms
+from fodit.tune.profile import CUBLAS, Profile, shipped
+from fodit.tune.reason import reason
+from fodit.tune.search import Shape
+from fodit.tune.store import folder
+
+EXAMPLE = "h200-x2-no-p2p"  # where nothing was measured
+
+
+def explain(
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    planner: Planner | None = None,
+    profile: Profile | str | None = None,
+) -> str:
+    """Which plan a product [m, k] x [k, n] with a collective would get, and why.
+
+    Args:
+        op: all_reduce or reduce_scatter; all_to_all for heads of 128 columns.
+        planner: of a communicator (`comm.planner`).
+        profile: without a planner: a profile, the path of one, or the name of a shipped one. None takes the newest one
+            in the cache folder.
+
+    >>> print(fodit.explain("all_reduce", 17776, 3072, 6144))
+    """
+    planner = planner or _planner(profile)
+    choice = planner.choice(op, m, n, k, dtype)
+    known = planner.profile
+    shape = Shape(op, m, n, k, planner.ranks, name_of(dtype))
+    size = m * n * ITEMSIZE
+    lines = [f"{shape}", f"  plan        {choice.plan}", f"  predicted   {choice.predicted_ms:.3f} ms"]
+    if choice.measured_ms is not None:
+        lines.append(f"  measured    {choice.measured_ms:.3f} ms")
+    serial = choice.serial_ms if choice.measured_serial_ms is None else choice.measured_serial_ms
+    kind = "predicted" if choice.measured_serial_ms is None else "measured"
+    lines.append(f"  serial      {serial:.3f} ms {kind}; the plan gains {choice.gain - 1:.1%}")
+    lines.append(f"  bound       {bound_ms(known, op, m, n, k):.3f} ms, however it is overlapped")
+    lines.append(f"  product     {_product(known, shape, choice)}")
+    lines.append(f"  collective  {_collective(known, op, size, choice)}")
+    lines.append(f"  because     {reason(known, shape, choice, planner.kernels)}")
+    lines.append(f"  source      {choice.source}: {known.machine}; {known.taken}")
+    return "\n".join(lines)
+
+
+def _planner(profile: Profile | str | None) -> Planner:
+    if isinstance(profile, Profile):
+        return Planner(profile)
+    if profile is None:
+        stored = sorted(folder().glob("*.profile.json"), key=lambda path: path.stat().st_mtime)
+        if stored:
+            return Planner(Profile.load(stored[-1]))
+        profile = EXAMPLE
+    known = shipped()
+    if profile in known:
+        return Planner(known[profile], f"predicted from the shipped profile {profile}")
+    if not Path(profile).is_file():
+        raise ValueError(f"no profile {profile!r}: neither a file, nor one of {', '.join(known)}")
+    return Planner(Profile.load(Path(profile)))
+
+
+def _product(known: Profile, shape: Shape, choice: Choice) -> str:
+    text = f"{product_ms(known, shape.m, shape.n, shape.k):.3f} ms by cuBLAS"
+    if choice.kernel is None or choice.kernel not in known.kernels:
+        return text
+    alone = product_ms(known, shape.m, shape.n, shape.k, choice.kernel, choice.free_sms)
+    return f"{text}, {alone:.3f} ms by {choice.kernel} that leaves {choice.free_sms} SMs"
+
+
+def _collective(known: Profile, op: str, size: int, choice: Choice) -> str:
+    text = f"{collective_ms(known, op, size):.3f} ms for {size / 2**20:.0f} MiB alone"
+    if not choice.overlap:
+        return text
+    whole = sum(choice.slabs)
+    sizes = [size * share / whole for share in choice.slabs]
+    beside = known.beside[op].get(context(choice.kernel or CUBLAS, choice.free_sms))
+    text += f", {sum(collective_ms(known, op, int(one)) for one in sizes):.3f} ms in {len(sizes)} slabs"
+    if beside is not None:
+        text += f", {sum(beside.curve(one) for one in sizes):.3f} ms beside the product, which takes "
+        text += f"{beside.slowed:.2f} times as long meanwhile"
+    return text

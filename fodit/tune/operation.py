@@ -1,0 +1,178 @@
+"""One operation on random data, in every way there is, to be measured."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fodit.agreement import everyone
+from fodit.kernels import gemm
+from fodit.kernels.binding import Kernel
+from fodit.kernels.selftest import failure
+from fodit.ops.communicator import Communicator, Pending, Ready, all_gather_single, reduce_scatter_single
+from fodit.ops.executor import CudaExecutor, Executor, TorchExecutor, linear_segments
+from fodit.plan import Plan, UlyssesLayout
+from fodit.tune.search import Shape
+
+WEIGHT_STD = 0.02
+
+
+def collective(
+    comm: Communicator, op: str, received: torch.Tensor, sent: torch.Tensor, ready: Ready | None = None
+) -> Pending:
+    """Start a collective over all of two flat buffers of one length; the all-reduce is done in place."""
+    part = sent.numel() // comm.size
+    if op == "all_reduce":
+        return comm.start(dist.all_reduce, sent, ready=ready)
+    if op == "reduce_scatter":
+        return comm.start(reduce_scatter_single, received[:part], sent, ready=ready)
+    if op == "all_gather":
+        return comm.start(all_gather_single, received, sent[:part], ready=ready)
+    return comm.start(dist.all_to_all_single, received, sent, ready=ready)
+
+
+def product(
+    kernel: Kernel | None,
+    plan: Plan,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    sms: int,
+) -> Executor:
+    """Start a product into a flat buffer; by cuBLAS, slab by slab, without a kernel."""
+    if kernel is None:
+        return TorchExecutor(plan, out, linear_segments(a, weights, biases, "none"))
+    return CudaExecutor(kernel, plan, out, a, weights, biases, "none", sms)
+
+
+class Operation:
+    """The operands of a shape.
+
+    Args:
+        shape: what is computed.
+        comm: of the ranks that communicate.
+    """
+
+    def __init__(self, shape: Shape, comm: Communicator) -> None:
+        self.shape, self.comm = shape, comm
+        dtype, device = getattr(torch, shape.dtype), comm.device
+        self.a = torch.randn(shape.m, shape.k, device=device, dtype=dtype)
+        widths = [shape.n // shape.projections] * shape.projections
+        self.weights = [torch.randn(n, shape.k, device=device, dtype=dtype).mul_(WEIGHT_STD) for n in widths]
+        self.biases: list[torch.Tensor | None] = [None] * shape.projections
+
+    @cached_property
+    def _together(self) -> torch.Tensor:
+        return torch.cat(self.weights)
+
+    @cached_property
+    def _out(self) -> torch.Tensor:
+        return self.a.new_empty(self.shape.m, self.shape.n)
+
+    @cached_property
+    def _received(self) -> torch.Tensor:
+        return self.a.new_empty(self.shape.m * self.shape.n)
+
+    def product(self) -> None:
+        """By cuBLAS."""
+        torch.mm(self.a, self._together.t(), out=self._out)
+
+    def collective(self, share: int = 1) -> None:
+        """Of all of the product, or of one of `share` parts."""
+        unit = 8 * self.comm.size
+        size = self._out.numel() // share // unit * unit
+        collective(self.comm, self.shape.op, self._received[:size], self._out.view(-1)[:size]).wait()
+
+    def serial(self) -> None:
+        self.product()
+        self.collective()
+
+    def overlapped(self, plan: Plan, kernel: Kernel | None, sms: int) -> torch.Tensor:
+        """As the operation does it with this plan. What is received, flat."""
+        sent = self.a.new_empty(plan.send_size)
+        received = sent if plan.op == "all_reduce" else self.a.new_empty(plan.recv_size)
+        for pending in self.start(plan, kernel, sms, sent, received):
+            pending.wait()
+        return received
+
+    def start(
+        self, plan: Plan, kernel: Kernel | None, sms: int, sent: torch.Tensor, received: torch.Tensor
+    ) -> list[Pending]:
+        """The collective of every slab, under way."""
+        executor = product(kernel, plan, sent, self.a, self.weights, self.biases, sms)
+        started = []
+        for index, slab in enumerate(plan.slabs):
+            ready = executor.fill(index)
+            source, target = sent[slab.start : slab.stop], received[slab.recv_start : slab.recv_stop]
+            if plan.op == "all_to_all":
+                started.append(self.comm.all_to_all(target, source, slab.recv_sizes, slab.send_sizes, ready))
+            elif plan.op == "reduce_scatter":
+                started.append(self.comm.start(reduce_scatter_single, target, source, ready=ready))
+            else:
+                started.append(self.comm.start(dist.all_reduce, source, ready=ready))
+        return started
+
+
+class Segment(Operation):
+    """A layer's attention under Ulysses: q, k and v, the exchange, attention, the way back and the out projection.
+
+    The batch goes in `parts`, the exchange of one beside the computation of another. Norm and rotation of q and k are
+    a copy.
+    """
+
+    def __init__(self, shape: Shape, comm: Communicator, parts: int = 1) -> None:
+        super().__init__(shape, comm)
+        self.parts = parts
+        self.out_weight = self.weights[0]
+
+    def run(self, layout: UlyssesLayout, kernel: Kernel | None, sms: int) -> torch.Tensor:
+        plan = layout.projection_plan
+        arrivals = []
+        for _ in range(self.parts):
+            sent, received = self.a.new_empty(plan.send_size), self.a.new_empty(plan.recv_size)
+            arrivals.append((self.start(plan, kernel, sms, sent, received), received))
+        returns = [self._attend(layout, plan, *one) for one in arrivals]
+        return torch.cat([self._collect(layout, one) for one in returns])
+
+    def _attend(
+        self, layout: UlyssesLayout, plan: Plan, pending: list[Pending], received: torch.Tensor
+    ) -> list[tuple[Pending, torch.Tensor]]:
+        returns = []
+        for group, slab in enumerate(plan.slabs):
+            pending[group].wait()
+            heads = layout.group_heads(layout.rank, group)
+            shape = (layout.tokens, layout.batch, 3, heads, layout.head_dim)
+            raw = received[slab.recv_start : slab.recv_stop].view(shape)
+            query, key, value = (raw[:, :, i].permute(1, 2, 0, 3) for i in range(3))
+            attended = F.scaled_dot_product_attention(query.clone(), key.clone(), value)
+            sent = attended.permute(2, 0, 1, 3).contiguous().flatten()
+            send, recv = layout.return_sizes(group)
+            back = sent.new_empty(sum(recv))
+            returns.append((self.comm.all_to_all(back, sent, recv, send), back))
+        return returns
+
+    def _collect(self, layout: UlyssesLayout, returns: list[tuple[Pending, torch.Tensor]]) -> torch.Tensor:
+        dim = layout.head_dim
+        result = self.a.new_empty(layout.local_tokens, layout.batch, layout.heads * dim)
+        for group, (pending, received) in enumerate(returns):
+            pending.wait()
+            for rank, part in enumerate(received.split(layout.return_sizes(group)[1])):
+                first, last = layout.head_ranges[rank][group]
+                columns = result[:, :, first * dim : last * dim]
+                words = columns.view(torch.int64)  # torch copies strided rows an element at a time
+                words.copy_(part.view(columns.shape).view(torch.int64))
+        return torch.mm(result.flatten(0, 1), self.out_weight.t())
+
+
+def shared_kernels(
+    device: torch.device, control: dist.ProcessGroup | None, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Kernel]:
+    """The kernels that all ranks of a gloo group can trust, by name; empty where products run in torch."""
+    found = gemm.kernels_for(device)
+    there = () if isinstance(found, str) or dtype not in gemm.DTYPES else found
+    mine = {one.name: one for one in there if failure(one, device, dtype) is None}
+    everywhere = set.intersection(*(set(names) for names in everyone(control, list(mine))))
+    return {name: one for name, one in mine.items() if name in everywhere}

@@ -1,0 +1,223 @@
+"""What the operations ask: how shall this one be run? And how the ranks agree on one answer."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import gcd
+
+import torch
+import torch.distributed as dist
+
+from fodit.agreement import everyone, together
+from fodit.ops.communicator import Communicator
+from fodit.plan import Plan, UlyssesLayout
+from fodit.tune.choice import Choice
+from fodit.tune.clock import Clock
+from fodit.tune.codec import FileError
+from fodit.tune.measure import this_machine
+from fodit.tune.operation import shared_kernels
+from fodit.tune.predict import overlapped_ms, segment_ms, serial_ms
+from fodit.tune.probe import probe, probing, with_kernels
+from fodit.tune.profile import CUBLAS, Machine, Profile, nearest, shipped
+from fodit.tune.reason import reason
+from fodit.tune.search import LEAST_GAIN, Candidate, Shape, choose, partitions, usable_kernels
+from fodit.tune.store import Attention, HeadGroups, Plans, stored_plans, stored_profile
+
+MEASURED = "predicted from the measured profile"
+KEPT = 1024  # answers
+MOST_GROUPS = 8
+
+
+class Planner:
+    """Chooses how operations run. Answers are the same on all ranks, and remembered.
+
+    Args:
+        profile: of the machine, or the nearest there is.
+        source: where the profile is from, for those who ask why.
+        plans: what was tuned; it goes before prediction.
+        kernels: names of the kernels that all ranks have; None takes the profile's.
+        notes: what a user should know, such as a stored file that could not be used.
+
+    Attributes:
+        asked: a line for each answer it gave: the plan, its times and why it was chosen.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        source: str = MEASURED,
+        plans: Plans | None = None,
+        kernels: Iterable[str] | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.profile, self.source, self.notes = profile, source, tuple(notes)
+        self.plans = plans or Plans(profile.machine)
+        self.kernels = None if kernels is None else tuple(kernels)
+        self.asked: list[str] = []
+        self._choice = lru_cache(KEPT)(self._find)
+        self._product = lru_cache(KEPT)(self._find_product)
+        self._groups = lru_cache(KEPT)(self._find_groups)
+
+    @property
+    def ranks(self) -> int:
+        return self.profile.machine.ranks
+
+    def choice(self, op: str, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
+        """For a product [m, k] x [k, n] with an all_reduce or a reduce_scatter; the slabs are relative sizes.
+
+        `m`, `n` and `k` must be the same on all ranks.
+        """
+        return self._choice(Shape(op, m, n, k, self.ranks, name_of(dtype)))
+
+    def product(self, plan: Plan, k: int, dtype: torch.dtype = torch.bfloat16) -> Choice:
+        """For a plan that is given: the kernel and the SMs left free, and whether the slabs are worth it.
+
+        Ranks may get different answers, which then only differ in the kernel.
+        """
+        return self._product(plan, k, name_of(dtype))
+
+    def head_groups(
+        self,
+        tokens: int,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        parts: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> tuple[int, ...]:
+        """Relative sizes of the head groups of an Ulysses attention; arguments as in `store.Attention`."""
+        return self.attention(Attention(tokens, batch, parts, heads, head_dim, self.ranks, name_of(dtype))).shares
+
+    def attention(self, attention: Attention) -> HeadGroups:
+        """Head groups with their times."""
+        return self._groups(attention)
+
+    def _find(self, shape: Shape) -> Choice:
+        found = self.plans.find(shape)
+        if found is None or not self._has(found.kernel):
+            found = choose(self.profile, shape, self.kernels, self.source)
+        self.asked.append(f"{shape}: {found.describe()}: {reason(self.profile, shape, found, self.kernels)}")
+        return found
+
+    def _has(self, kernel: str | None) -> bool:
+        return kernel is None or self.kernels is None or kernel in self.kernels
+
+    def _find_product(self, plan: Plan, k: int, dtype: str) -> Choice:
+        found = self._of_product(plan, k, dtype)
+        self.asked.append(f"gemm + {plan.op}, M={plan.rows} N={sum(plan.widths)} K={k}: {found.describe()}")
+        return found
+
+    def _of_product(self, plan: Plan, k: int, dtype: str) -> Choice:
+        sizes, n = [slab.stop - slab.start for slab in plan.slabs], sum(plan.widths)
+        slabs = tuple(size // gcd(*sizes) for size in sizes)
+        tuned = [
+            one.choice
+            for one in self.plans.tuned
+            if (one.shape.op, one.shape.n, one.shape.k, one.shape.dtype) == (plan.op, n, k, dtype)
+            and len(one.choice.slabs) == len(slabs)
+            and self._has(one.choice.kernel)
+        ]
+        if tuned:
+            return replace(tuned[0], slabs=slabs, overlap=len(slabs) > 1)
+        best = fastest_product(self.profile, plan, k, self.kernels)
+        serial = serial_ms(self.profile, plan.op, plan.rows, n, k)
+        kernel = None if best.kernel == CUBLAS else best.kernel
+        return Choice(
+            plan.op, len(slabs) > 1, slabs, kernel, best.free_sms, best.predicted_ms, serial, None, None, self.source
+        )
+
+    def _find_groups(self, attention: Attention) -> HeadGroups:
+        found = self.plans.find_groups(attention)
+        found = found or predicted_groups(self.profile, attention, self.kernels, self.source)[0]
+        self.asked.append(f"{attention}: {found.describe()}")
+        return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def ranked_products(profile: Profile, plan: Plan, k: int, kernels: Iterable[str] | None) -> list[Candidate]:
+    """A plan that is given, by every kernel and number of free SMs; best first."""
+    usable = usable_kernels(profile, kernels)
+    frees = [0] if usable == [CUBLAS] else profile.free_sms(plan.op)
+    slabs = tuple(slab.stop - slab.start for slab in plan.slabs)
+    return sorted(
+        Candidate(overlapped_ms(profile, plan, k, name, free), slabs, name, free) for name in usable for free in frees
+    )
+
+
+def fastest_product(profile: Profile, plan: Plan, k: int, kernels: Iterable[str] | None) -> Candidate:
+    return ranked_products(profile, plan, k, kernels)[0]
+
+
+def predicted_groups(
+    profile: Profile, attention: Attention, kernels: Iterable[str] | None, source: str
+) -> list[HeadGroups]:
+    """All head groups that are worth considering, best first; one group first if nothing gains a hundredth."""
+    found = []
+    one = attention
+    for shares in partitions(min(one.projection.most_slabs, MOST_GROUPS)):
+        layout = UlyssesLayout(0, one.ranks, one.tokens, one.batch, one.heads, one.head_dim, shares)
+        best = fastest_product(profile, layout.projection_plan, one.width, kernels)
+        found.append((segment_ms(profile, layout, one.width, best.kernel, best.free_sms, one.parts), shares))
+    alone = next(ms for ms, shares in found if len(shares) == 1)
+    ranked = sorted(found)
+    if ranked[0][0] > alone * (1 - LEAST_GAIN):
+        ranked.sort(key=lambda pair: (len(pair[1]) > 1, pair))
+    return [HeadGroups(attention, shares, ms, None, alone, source) for ms, shares in ranked]
+
+
+def planner_for(
+    comm: Communicator,
+    control: dist.ProcessGroup | None,
+    compute_sms: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Planner | None:
+    """The planner of a communicator, the same on all ranks; None where there is nothing to plan (a CPU, one rank).
+
+    What was measured and tuned on this machine is read from the cache folder by rank 0. Without it the nearest shipped
+    profile is scaled by a quick probe of link and product (well under ten seconds), or with `FODIT_NO_PROBE=1` taken
+    as it is.
+
+    Args:
+        comm: of the ranks that communicate; all ranks call this together.
+        control: a gloo group of all ranks.
+        compute_sms: SMs that products may take; None takes all.
+    """
+    if comm.stream is None:
+        return None
+    machine = this_machine(comm.device, control, comm.size, compute_sms)
+    kernels = shared_kernels(comm.device, control, dtype)
+    profile, plans, notes = agreed_files(machine, control)
+    if profile is not None:
+        return Planner(profile, MEASURED, plans, kernels, notes)
+    known = shipped()
+    name = nearest(machine, known)
+    start = with_kernels(known[name], kernels)
+    if probing():
+        probed = probe(start, machine, comm, Clock(comm.device, control), dtype)
+        return Planner(probed, f"predicted from the shipped profile {name}, scaled by a probe", plans, kernels, notes)
+    return Planner(replace(start, machine=machine), f"predicted from the shipped profile {name}", plans, kernels, notes)
+
+
+def agreed_files(machine: Machine, control: dist.ProcessGroup | None) -> tuple[Profile | None, Plans, tuple[str, ...]]:
+    """What rank 0 finds in its cache folder, on all ranks, and what it could not use."""
+    found: tuple[Profile | None, Plans, tuple[str, ...]] = (None, Plans(machine), ())
+    with together(control, "reading the stored plans"):
+        if control is None or dist.get_rank(control) == 0:
+            found = _read(machine)
+    return everyone(control, found)[0]
+
+
+def _read(machine: Machine) -> tuple[Profile | None, Plans, tuple[str, ...]]:
+    profile, plans, notes = None, Plans(machine), []
+    try:
+        profile = stored_profile(machine)
+    except FileError as error:
+        notes.append(str(error))
+    try:
+        plans = stored_plans(machine)
+    except FileError as error:
+        notes.append(str(error))
+    return profile, plans, tuple(notes)

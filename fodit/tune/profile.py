@@ -1,0 +1,255 @@
+"""What is known of a machine: how long its products and collectives take, alone and side by side. Milliseconds, bytes.
+
+The size of a collective is that of its whole input buffer; of an all-gather, of its output.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib import resources
+from math import ceil, log
+from pathlib import Path
+
+from fodit.tune import codec
+
+VERSION = 1
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_to_all", "all_gather")
+CUBLAS = "cublas"  # among the kernels of a profile
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a profile is valid for.
+
+    Args:
+        gpus: name of every rank's GPU, in the order of ranks.
+        ranks: ranks that communicate with each other; the others do the same at the same time.
+        link: how they reach each other, with the environment variables that change it.
+        nccl, driver: versions.
+        sms, compute_sms: multiprocessors of the smallest GPU, and those that products may take.
+    """
+
+    gpus: tuple[str, ...]
+    ranks: int
+    link: str
+    nccl: str
+    driver: str
+    sms: int
+    compute_sms: int
+
+    @property
+    def key(self) -> str:
+        """A file name that differs where machines differ."""
+        digest = hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
+        name = re.sub(r"[^a-z0-9]+", "-", self.gpus[0].lower()).strip("-")
+        return f"{len(self.gpus)}x-{name}-{self.ranks}-{digest}"
+
+    @property
+    def peer(self) -> bool:
+        return self.link.startswith("peer")
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus))
+        some = "" if self.compute_sms == self.sms else f", {self.compute_sms} SMs"
+        return f"{names}{some}, {self.link}, NCCL {self.nccl}, driver {self.driver}"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time over size, linear between measured points; the last one's bandwidth beyond them."""
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, measured: Iterable[tuple[float, float]]) -> "Curve":
+        """From measured (bytes, ms). More bytes never take less time: where they seemed to, the smaller size was
+        disturbed, for disturbances only add."""
+        points: list[tuple[float, float]] = []
+        for size, ms in sorted(measured, reverse=True):
+            points.append((size, min(ms, points[-1][1]) if points else ms))
+        return cls(tuple(reversed(points)))
+
+    def __call__(self, size: float) -> float:
+        points = self.points
+        if size <= points[0][0]:
+            return points[0][1]
+        for (low, fast), (high, slow) in zip(points, points[1:], strict=False):
+            if size <= high:
+                return fast + (slow - fast) * (size - low) / (high - low)
+        return points[-1][1] * size / points[-1][0]
+
+    def scaled(self, factors: "Curve") -> "Curve":
+        """Times the factor of each size."""
+        return Curve.of((size, ms * factors.between(size)) for size, ms in self.points)
+
+    def between(self, size: float) -> float:
+        """Interpolated over the size's logarithm, and constant beyond the points: for factors."""
+        points = self.points
+        if size <= points[0][0]:
+            return points[0][1]
+        for (low, one), (high, other) in zip(points, points[1:], strict=False):
+            if size <= high:
+                return one + (other - one) * log(size / low) / log(high / low)
+        return points[-1][1]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A collective beside a product or an attention: its own time, and how many times longer the other takes."""
+
+    curve: Curve
+    slowed: float
+
+
+@dataclass(frozen=True)
+class Product:
+    """A kernel: `launch_ms + (tile_ms + k_ms * K) * waves`.
+
+    Args:
+        tile_m, tile_n: what a block computes at a time.
+        cluster: blocks that are started together; the number of SMs is rounded down to it.
+        launch_ms: beyond the tiles; below 0 where the first tile is cheaper than the others.
+    """
+
+    tile_m: int
+    tile_n: int
+    cluster: int
+    launch_ms: float
+    tile_ms: float
+    k_ms: float
+
+    def tile(self, k: int) -> float:
+        """Milliseconds of one tile, all SMs at work."""
+        return self.tile_ms + self.k_ms * k
+
+    def tiles(self, rows: int, cols: int) -> int:
+        return ceil(rows / self.tile_m) * ceil(cols / self.tile_n)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measurements of one machine.
+
+    Args:
+        machine: where they are from.
+        taken: date, and how.
+        alone: collective → time over size.
+        beside: collective → what runs beside it → times. That is "attention", "cublas" for its products, or for those
+            of fodit's kernels the number of SMs that they leave free.
+        kernels: name → its times; "cublas" is among them.
+        pace: SMs left free → a tile's time relative to none left free. Below 1: fewer SMs at work run at higher clocks.
+        attention_ms: head dimension → time of 1e9 query-key pairs of one head.
+        copy_gbs: bytes read and written by a copy in device memory, GB/s.
+        wait_ms: what waiting for a slab adds to a collective.
+        host_ms: time in which the host enqueues one collective.
+        max_ctas: NCCL's limit of thread blocks; None is its own choice, with clusters of one block.
+    """
+
+    machine: Machine
+    taken: str
+    alone: dict[str, Curve]
+    beside: dict[str, dict[str, Beside]]
+    kernels: dict[str, Product]
+    pace: dict[int, float]
+    attention_ms: dict[int, float]
+    copy_gbs: float
+    wait_ms: float
+    host_ms: float
+    max_ctas: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, wanted in (("alone", self.alone), ("beside", self.beside)):
+            if missing := set(COLLECTIVES[:3]) - set(wanted):
+                raise ValueError(f"{name}.{min(missing)} is missing")
+        if CUBLAS not in self.kernels:
+            raise ValueError(f"kernels.{CUBLAS} is missing")
+        if 0 not in self.pace:
+            raise ValueError("pace.0 is missing")
+        curves = [*self.alone.values(), *(one.curve for both in self.beside.values() for one in both.values())]
+        for curve in curves:
+            sizes = [size for size, _ in curve.points]
+            if not sizes or sizes != sorted(set(sizes)) or min(min(point) for point in curve.points) <= 0:
+                raise ValueError("a curve must be (bytes, ms) points above 0 in the order of sizes")
+        slowed = [one.slowed for both in self.beside.values() for one in both.values()]
+        if min([self.copy_gbs, *self.pace.values(), *self.attention_ms.values(), *slowed]) <= 0:
+            raise ValueError("times, factors and bandwidths must be above 0")
+
+    def free_sms(self, op: str) -> list[int]:
+        """Numbers of SMs a product may leave free, beside which the collective was measured."""
+        return sorted(int(name) for name in self.beside[op] if name.isdigit())
+
+    def pace_at(self, free: int) -> float:
+        """A tile's time relative to none left free."""
+        points = sorted(self.pace.items())
+        for (low, one), (high, other) in zip(points, points[1:], strict=False):
+            if low <= free <= high:
+                return one + (other - one) * (free - low) / (high - low)
+        return points[-1][1] if free else self.pace[0]
+
+    def rescaled(self, link: Mapping[str, Curve], product: float, machine: Machine, taken: str) -> "Profile":
+        """For another machine: collectives take `link[op]` times as long (by size), products `product` times."""
+        default = next(iter(link.values()))
+        alone = {op: curve.scaled(link.get(op, default)) for op, curve in self.alone.items()}
+        beside = {
+            op: {name: replace(one, curve=one.curve.scaled(link.get(op, default))) for name, one in both.items()}
+            for op, both in self.beside.items()
+        }
+        kernels = {
+            name: replace(one, tile_ms=one.tile_ms * product, k_ms=one.k_ms * product)
+            for name, one in self.kernels.items()
+        }
+        attention = {dim: ms * product for dim, ms in self.attention_ms.items()}
+        return replace(
+            self,
+            machine=machine,
+            taken=taken,
+            alone=alone,
+            beside=beside,
+            kernels=kernels,
+            attention_ms=attention,
+        )
+
+    def save(self, path: Path) -> None:
+        codec.write(path, VERSION, {"profile": codec.encode(self)})
+
+    @classmethod
+    def load(cls, path: Path, machine: Machine | None = None) -> "Profile":
+        """From a file, of this machine if one is given.
+
+        Raises:
+            codec.FileError: the file is broken, of another version or of another machine.
+        """
+        content = codec.read(path, VERSION)
+        try:
+            found = codec.decode(cls, content.get("profile"))
+        except ValueError as error:
+            raise codec.FileError(f"{path} is not a profile: {error}; delete it and run `fodit tune`") from error
+        if machine is not None and found.machine != machine:
+            raise codec.FileError(f"{path} is of another machine: {differences(found.machine, machine)}")
+        return found
+
+
+def differences(found: Machine, wanted: Machine) -> str:
+    """What differs between two machines, as text."""
+    one, other = asdict(found), asdict(wanted)
+    return ", ".join(f"{name} is {one[name]}, here {other[name]}" for name in one if one[name] != other[name])
+
+
+def shipped() -> dict[str, Profile]:
+    """The profiles that come with fodit, by name. Real recordings, see their `taken`."""
+    folder = resources.files(__package__) / "profiles"
+    files = sorted((one for one in folder.iterdir() if one.name.endswith(".json")), key=lambda one: one.name)
+    return {one.name.removesuffix(".json"): Profile.load(Path(str(one))) for one in files}
+
+
+def nearest(machine: Machine, profiles: Mapping[str, Profile]) -> str:
+    """Name of the profile that is most like the machine: by its link, its way of sharing SMs, their number."""
+
+    def distance(name: str) -> tuple[bool, bool, float, int]:
+        other = profiles[name].machine
+        shares = (one.compute_sms == one.sms for one in (machine, other))
+        ratio = abs(log(other.compute_sms / machine.compute_sms))
+        return (other.peer != machine.peer, len(set(shares)) > 1, ratio, abs(other.ranks - machine.ranks))
+
+    return min(profiles, key=distance)

@@ -1,0 +1,146 @@
+"""The plans that are worth considering, and the best of them by prediction."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+from fodit.ops.gemm import ROW_ALIGN
+from fodit.plan import Plan, UlyssesLayout, all_reduce_plan, reduce_scatter_plan
+from fodit.tune.choice import Choice
+from fodit.tune.predict import overlapped_ms, serial_ms
+from fodit.tune.profile import CUBLAS, Profile
+
+MOST_SLABS = 10
+LEAST_GAIN = 0.01  # of the serial time; below, a plan is not worth its risk
+FINE = 3  # kernels and numbers of free SMs for which all partitions are tried
+COARSE_PARTITIONS = ((1,) * 4, (1,) * 8, (1, 2, 4, 4, 4, 2, 1))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is computed and sent: a product [m, k] x [k, n] and a collective.
+
+    Args:
+        op: all_reduce, reduce_scatter or all_to_all.
+        ranks: that communicate.
+        dtype: its name, for what is stored.
+        projections, head_dim, batch: of an all-to-all's columns and rows; n = projections * heads * head_dim.
+    """
+
+    op: str
+    m: int
+    n: int
+    k: int
+    ranks: int
+    dtype: str = "bfloat16"
+    projections: int = 1
+    head_dim: int = 128
+    batch: int = 1
+
+    def __str__(self) -> str:
+        return f"gemm + {self.op}, M={self.m} N={self.n} K={self.k} on {self.ranks} ranks, {self.dtype}"
+
+    def plan(self, slabs: tuple[int, ...]) -> Plan:
+        """Cut into slabs of these relative sizes. A new object: a search must not empty the caches of the operations.
+
+        Raises:
+            ValueError: there cannot be that many slabs.
+        """
+        if self.op == "all_reduce":
+            return all_reduce_plan.__wrapped__(self.m, self.n, self.ranks, slabs, ROW_ALIGN)
+        if self.op == "reduce_scatter":
+            return reduce_scatter_plan.__wrapped__(self.m, self.n, self.ranks, slabs, ROW_ALIGN)
+        return self.layout(slabs).column_plan(self.projections)
+
+    def layout(self, slabs: tuple[int, ...], rank: int = 0) -> UlyssesLayout:
+        """Of an all-to-all: the longest part of the sequence is the first rank's."""
+        tokens = self.m // self.batch * self.ranks
+        heads = self.n // self.projections // self.head_dim
+        return UlyssesLayout(rank, self.ranks, tokens, self.batch, heads, self.head_dim, slabs)
+
+    @property
+    def most_slabs(self) -> int:
+        if self.op == "all_to_all":
+            return min(MOST_SLABS, self.n // self.projections // self.head_dim // self.ranks)
+        rows = self.m if self.op == "all_reduce" else -(-self.m // self.ranks)
+        return min(MOST_SLABS, -(-rows // ROW_ALIGN))
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A plan and its predicted time."""
+
+    predicted_ms: float
+    slabs: tuple[int, ...]
+    kernel: str
+    free_sms: int
+
+
+@lru_cache(maxsize=16)
+def partitions(most: int) -> tuple[tuple[int, ...], ...]:
+    """Relative sizes of 1 to `most` slabs: even ones, and small slabs first and last, alone or in two steps.
+
+    A small first slab starts the communication early, a small last one leaves little of it behind the product; in
+    between few large ones use the link best.
+    """
+    found = [(1,) * count for count in range(1, most + 1)]
+    ends: tuple[tuple[int, ...], ...] = ((), (1,), (1, 2))
+    for edge in (2, 4, 8):
+        for head in ends:
+            for tail in ends:
+                for body in range(1, most + 1):
+                    one = (*head, *(edge,) * body, *reversed(tail))
+                    if len(one) <= most and max(head + tail, default=1) < edge:
+                        found.append(tuple(share // gcd(*one) for share in one))
+    return tuple(dict.fromkeys(found))
+
+
+def usable_kernels(profile: Profile, kernels: Iterable[str] | None) -> list[str]:
+    """Of the profile's signaling kernels those in `kernels` (None: all); cuBLAS slab by slab if there are none."""
+    known = [name for name in profile.kernels if name != CUBLAS]
+    return [name for name in known if kernels is None or name in set(kernels)] or [CUBLAS]
+
+
+def candidates(profile: Profile, shape: Shape, kernels: Iterable[str] | None = None) -> list[Candidate]:
+    """Overlapped plans with their predicted times, best first.
+
+    First a few partitions with every kernel and number of free SMs, then all partitions with the best of these.
+    """
+    usable = usable_kernels(profile, kernels)
+    frees = [0] if usable == [CUBLAS] else profile.free_sms(shape.op)
+    plans = {slabs: shape.plan(slabs) for slabs in partitions(shape.most_slabs)}
+    coarse = [slabs for slabs in COARSE_PARTITIONS if slabs in plans] or list(plans)[-1:]
+    made: dict[tuple, Candidate] = {}
+
+    def consider(slabs: tuple[int, ...], kernel: str, free: int) -> Candidate:
+        key = (slabs, kernel, free)
+        if key not in made:
+            taken = overlapped_ms(profile, plans[slabs], shape.k, kernel, free)
+            made[key] = Candidate(taken, slabs, kernel, free)
+        return made[key]
+
+    first = {(kernel, free): min(consider(s, kernel, free) for s in coarse) for kernel in usable for free in frees}
+    for kernel, free in sorted(first, key=lambda key: first[key])[:FINE]:
+        for slabs in plans:
+            if host_keeps_up(profile, slabs, shape):
+                consider(slabs, kernel, free)
+    return sorted(made.values())
+
+
+def host_keeps_up(profile: Profile, slabs: Sequence[int], shape: Shape) -> bool:
+    """Whether the host enqueues the collectives in less time than the operation takes without overlap."""
+    return len(slabs) * profile.host_ms <= serial_ms(profile, shape.op, shape.m, shape.n, shape.k)
+
+
+def choose(profile: Profile, shape: Shape, kernels: Iterable[str] | None, source: str) -> Choice:
+    """The best candidate, or serial if it gains less than a hundredth."""
+    best = candidates(profile, shape, kernels)[0]
+    return as_choice(shape, best, serial_ms(profile, shape.op, shape.m, shape.n, shape.k), source)
+
+
+def as_choice(shape: Shape, best: Candidate, serial: float, source: str) -> Choice:
+    if best.predicted_ms > serial * (1 - LEAST_GAIN):
+        return Choice(shape.op, False, (1,), None, 0, serial, serial, None, None, source)
+    kernel = None if best.kernel == CUBLAS else best.kernel
+    return Choice(shape.op, True, best.slabs, kernel, best.free_sms, best.predicted_ms, serial, None, None, source)

@@ -1,0 +1,72 @@
+"""Two queues that run at the same time: when does each task end?
+
+One queue is the compute stream, the other the communication stream. Tasks of a queue run one after the other, in the
+order given; a task starts when the task ahead of it in its queue and all tasks it comes `after` have ended. While both
+queues are at work each slows the other: a task that takes t alone takes `t * slowed[kind]` beside one of that kind.
+
+    compute   [ product, slab 0 ][ product, slab 1 ]      [ attention 0 ] ...
+    comm                         [ all-to-all 0 ][ all-to-all 1 ]
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+COMPUTE, COMMUNICATION = 0, 1
+
+
+@dataclass(frozen=True)
+class Task:
+    """One entry of a queue.
+
+    Args:
+        queue: COMPUTE or COMMUNICATION.
+        kind: what it is, for tasks of the other queue: "product", "attention" or a collective's name.
+        ms: its time with the other queue idle.
+        after: indices of tasks that must have ended before it starts.
+        slowed: how many times longer it takes beside a task of that kind; 1 where nothing is given.
+    """
+
+    queue: int
+    kind: str
+    ms: float
+    after: tuple[int, ...] = ()
+    slowed: Mapping[str, float] = field(default_factory=dict)
+
+
+def simulate(tasks: Sequence[Task]) -> list[tuple[float, float]]:
+    """Start and end of every task, milliseconds.
+
+    Raises:
+        ValueError: tasks wait for each other in a circle.
+    """
+    queues = [[i for i, task in enumerate(tasks) if task.queue == queue] for queue in (COMPUTE, COMMUNICATION)]
+    heads = [0, 0]  # position in each queue
+    left = [task.ms for task in tasks]  # alone-milliseconds still to do
+    start = [0.0] * len(tasks)
+    end: list[float | None] = [None] * len(tasks)
+    now = 0.0
+    running: list[int | None] = [None, None]
+    while True:
+        for queue, order in enumerate(queues):
+            if running[queue] is None and heads[queue] < len(order):
+                head = order[heads[queue]]
+                if all(end[before] is not None for before in tasks[head].after):
+                    running[queue], start[head] = head, now
+        active = [task for task in running if task is not None]
+        if not active:
+            break
+        pace = {}  # alone-milliseconds a millisecond
+        for task, other in ((running[0], running[1]), (running[1], running[0])):
+            if task is not None:
+                pace[task] = 1.0 if other is None else 1.0 / tasks[task].slowed.get(tasks[other].kind, 1.0)
+        first = min(active, key=lambda task: left[task] / pace[task])
+        step = left[first] / pace[first]
+        now += step
+        for task in active:
+            left[task] -= step * pace[task]
+        queue = tasks[first].queue
+        left[first], end[first], running[queue] = 0.0, now, None
+        heads[queue] += 1
+    if None in end:
+        raise ValueError(f"tasks {[i for i, one in enumerate(end) if one is None]} wait for each other in a circle")
+    return [(begin, stop) for begin, stop in zip(start, end, strict=True) if stop is not None]
