@@ -26,7 +26,7 @@ from fodit.tune.store import Attention, HeadGroups, Plans
 
 LINKS = ("nvlink", "no-p2p", "consumer")
 ERROR = 0.034  # mean absolute error of predictions, that of the FlashOverlap paper
-REGRET = 0.03  # mean, of the measured time of the predicted best over the measured best
+REGRET = 0.01  # mean, of the measured time of the predicted best over the measured best
 CPU = torch.device("cpu")
 
 
@@ -138,12 +138,15 @@ def test_slabs_are_complete_with_their_last_tile():
 
 
 def test_overlapped_by_hand():
-    """Two slabs of 20 tiles on 10 SMs, 2.25 and 4.25 ms; 1.3 MB each, 1.81 ms alone: the second starts at 4.25."""
+    """Two slabs of 20 tiles on 10 SMs, 2.25 and 4.25 ms; 1.3 MB each, 1.81 ms alone: the second starts at 4.25.
+
+    Half of reading 640 x 64 weights of 2 bytes again, at 1000 GB/s, comes on top.
+    """
     profile = tiny_profile()
     plan = all_reduce_plan(1024, 640, 2, 2, 128)
     size = 512 * 640 * 2
     assert overlapped_ms(profile, plan, 64, "ampere_128x128x32", 0) == pytest.approx(
-        4.25 + profile.alone["all_reduce"](size)
+        4.25 + 0.5 * 640 * 64 * 2 / 1e9 + profile.alone["all_reduce"](size)
     )
     assert serial_ms(profile, "all_reduce", 1024, 640, 64) == pytest.approx(
         4.25 + profile.alone["all_reduce"](2 * size)
@@ -180,22 +183,35 @@ def recorded(link):
     ]
 
 
+def predictions(profile, shape, found, kinds):
+    """(predicted, measured) of the recorded plans of these kinds."""
+    rows = [row for row in found["rows"] if row["kind"] in kinds]
+    plans = [shape.plan(tuple(row["slabs"])) for row in rows]
+    predicted = [
+        overlapped_ms(profile, plan, shape.k, row["kernel"], row["free_sms"])
+        for plan, row in zip(plans, rows, strict=True)
+    ]
+    return list(zip(predicted, (row["measured_ms"] for row in rows), strict=True))
+
+
 @pytest.mark.parametrize("link", LINKS)
 def test_predictions_against_measurements(link):
+    """Of the plans that run: serial, the chosen one and the static default, for the shapes of five models."""
     profile, shapes = recorded(link)
-    errors, regrets = [], []
+    pairs = [(serial_ms(profile, one.op, one.m, one.n, one.k), found["serial"]) for one, found in shapes]
     for shape, found in shapes:
-        errors.append(serial_ms(profile, shape.op, shape.m, shape.n, shape.k) / found["serial"] - 1)
-        pairs = []
-        for row in found["rows"]:
-            plan = shape.plan(tuple(row["slabs"]))
-            predicted = overlapped_ms(profile, plan, shape.k, row["kernel"], row["free_sms"])
-            pairs.append((predicted, row["measured_ms"]))
-            errors.append(predicted / row["measured_ms"] - 1)
-        if len(pairs) > 4:
-            regrets.append(min(pairs)[1] / min(measured for _, measured in pairs) - 1)
-    assert len(errors) > 40
-    assert sum(abs(error) for error in errors) / len(errors) <= ERROR
+        pairs += predictions(profile, shape, found, ("chosen", "static"))
+    assert len(pairs) == 3 * 25
+    assert sum(abs(predicted / measured - 1) for predicted, measured in pairs) / len(pairs) <= ERROR
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_predicted_best_against_measured_best(link):
+    """Of some 40 plans a shape, measured in turn."""
+    profile, shapes = recorded(link)
+    tried = [predictions(profile, shape, found, ("exhaustive",)) for shape, found in shapes]
+    regrets = [min(one)[1] / min(measured for _, measured in one) - 1 for one in tried if one]
+    assert len(regrets) >= 2
     assert sum(regrets) / len(regrets) <= REGRET
 
 

@@ -17,6 +17,7 @@ ITEMSIZE = 2  # bytes of bf16 and fp16
 PRODUCT, ATTENTION, COPY = "product", "attention", "copy"
 BLOCK_ROWS = 128  # query rows that an attention kernel's block attends
 HALF_FULL = 0.5
+REREAD_SHOWN = 0.5
 
 
 def waves(tiles: int, sms: int) -> float:
@@ -76,12 +77,23 @@ def slab_tasks(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> 
     else:
         ends = slab_ends(profile, product, tiles, k, free)
         lengths = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
+        lengths[1:] = [length + reread_ms(profile, plan, k) for length in lengths[1:]]
     name = context(kernel, free)
     tasks = [Task(COMPUTE, PRODUCT, length, slowed={op: profile.beside[op][name].slowed}) for length in lengths]
     for index, slab in enumerate(plan.slabs):
         size = (slab.stop - slab.start) * ITEMSIZE
         tasks.append(_collective(profile, op, size, (index,), {PRODUCT: name}))
     return tasks
+
+
+def reread_ms(profile: Profile, plan: Plan, k: int) -> float:
+    """What every slab but the first costs a product: it reads again what its tiles share, and half of that shows.
+
+    A slab of rows needs all weights, one of columns all of A. That half of it shows fits 25 shapes in three link
+    profiles on two H200.
+    """
+    again = plan.rows if plan.op == "all_to_all" else sum(plan.widths)
+    return REREAD_SHOWN * again * k * ITEMSIZE / profile.copy_gbs / 1e6
 
 
 def context(kernel: str, free: int) -> str:
