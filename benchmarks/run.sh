@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # All checks and benchmarks that need two GPUs, each under a time limit of its own; results as JSON into OUT.
-#   benchmarks/run.sh OUT [checks|ops|steps ...]        (default: all three)
+#   benchmarks/run.sh OUT [checks|ops|record|steps ...]        (default: all)
 # LIMIT seconds each (default 600). PROFILES, MODELS, LAYERS, WAYS and SHAPES narrow the benchmarks; for example
 #   LAYERS=6 WAYS="fodit, ulysses" PROFILES=no-p2p benchmarks/run.sh OUT steps
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${1:?"usage: benchmarks/run.sh OUT [checks|ops|steps ...]"}
+out=${1:?"usage: benchmarks/run.sh OUT [checks|ops|record|steps ...]"}
 shift
-what=${*:-checks ops steps}
+what=${*:-checks ops record steps}
 profiles=${PROFILES:-nvlink no-p2p consumer}
 models=${MODELS:-CogVideoX-2b CogVideoX-5b CogVideoX1.5-5b Wan2.1-T2V-1.3B Wan2.1-T2V-14B}
 mkdir -p "$out"
@@ -29,6 +29,11 @@ for part in $what; do
             for profile in $profiles; do
                 bench ops --profile "$profile" ${SHAPES:+--shapes "$SHAPES"} --save "$out/ops-$profile.json"
             done ;;
+        record)
+            for profile in $profiles; do
+                run python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m fodit.tune.record "$out" \
+                    --link "$profile"
+            done ;;
         steps)
             for model in $models; do
                 for profile in $profiles; do
@@ -36,7 +41,7 @@ for part in $what; do
                         ${WAYS:+--ways "$WAYS"} --save "$out/step-$model-$profile.json"
                 done
             done ;;
-        *) echo "no part $part: checks, ops or steps" >&2; exit 2 ;;
+        *) echo "no part $part: checks, ops, record or steps" >&2; exit 2 ;;
     esac
 done
 exit $failed

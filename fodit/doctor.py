@@ -9,6 +9,7 @@ from fodit.kernels.binding import Kernel, load
 from fodit.kernels.gemm import DTYPES, kernels_for
 from fodit.kernels.selftest import failure
 from fodit.report import versions
+from fodit.tune.store import folder
 
 # Variables that take the overlap away, and how.
 HARMFUL = {
@@ -62,6 +63,9 @@ def doctor() -> str:
             lines.append(f"{name}: {kernels[0].family.name.lower()} kernels {', '.join(k.name for k in kernels)}")
             lines += _wrong_kernels(kernels, torch.device("cuda", index))
     if count > 1:
+        measured = len(list(folder().glob("*.profile.json")))
+        advice = "" if measured else ": plans are predicted from a short probe until `fodit tune` has measured this one"
+        lines.append(f"plans: {measured} measured machines in {folder()}{advice}")
         linked = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
         lines.append("peer access between the GPUs" if linked else "no peer access: NCCL goes through host memory")
     lines += [f"warning: {text}" for text in harmful_environment()]

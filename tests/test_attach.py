@@ -8,6 +8,8 @@ from torch import nn
 
 from fodit.models import attach
 from fodit.parallel import ParallelConfig, ProcessGroups, initialise
+from fodit.tune.planner import Planner
+from fodit.tune.profile import shipped
 
 CPU = torch.device("cpu")
 
@@ -122,6 +124,27 @@ def test_a_changed_weight_counts():
         attached = transformer(**given).sample
         attachment.detach()
         assert torch.allclose(transformer(**given).sample, attached, atol=1e-5)
+
+
+def planned(make):
+    """With a planner, whose head groups are not the default."""
+    transformer = make()
+    given = inputs(transformer)
+    with torch.no_grad():
+        wanted = transformer(**given).sample
+        made = groups(cfg=1)
+        made.ulysses.planner = Planner(shipped()["h200-x2-no-p2p"])
+        made.ulysses.planner.head_groups = lambda *_: (1, 1)
+        attach(transformer, made)
+        found = transformer(**given).sample
+    return torch.allclose(found, wanted, atol=1e-5), made.ulysses.planner.asked
+
+
+@pytest.mark.parametrize("make", [wan, cogvideox])
+def test_planned(pool, make):
+    for right, asked in pool.run(2, planned, make):
+        assert right
+        assert any("gemm + all_to_all" in line and "slabs 2" in line for line in asked)
 
 
 def watched_block(watch):

@@ -1,6 +1,7 @@
 """The CUDA executor's plans and programs, with the kernel played by torch: the same operations, tile by tile."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +13,10 @@ from fodit.kernels import gemm
 from fodit.kernels.binding import Family, Kernel
 from fodit.kernels.selftest import failure
 from fodit.ops import Communicator, executor, gemm_all_reduce
+from fodit.ops.executor import CudaExecutor
 from fodit.plan import TILE_FIELDS
 
+CPU = torch.device("cpu")
 KERNELS = (
     Kernel(0, "wide", Family.AMPERE, 128, 256, 32, 4, 80, 90),
     Kernel(1, "small", Family.AMPERE, 16, 24, 32, 4, 80, 90),
@@ -81,6 +84,41 @@ def test_all_to_all(pool, ranks):
     for case in [(17, 2, 5, 4, 1, "none", False), (40, 1, 8, 16, 2, "gelu-tanh", False)]:
         for error, runs in pool.run(ranks, played_exchange, *case):
             assert error < 1e-4 and len(runs) == 2
+
+
+class Planner:
+    """Always the same answer."""
+
+    def __init__(self, **answer):
+        self.answer = SimpleNamespace(**answer)
+
+    def choice(self, op, m, n, k, dtype):
+        assert (op, m, n, k) == ("all_reduce", 300, 500, 16)
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "answer, ran, sms",
+    [
+        ({"overlap": True, "slabs": (1, 2), "kernel": "small", "free_sms": 12}, ["small", "small"], 120),
+        ({"overlap": True, "slabs": (1, 2), "kernel": None, "free_sms": 0}, ["wide", "wide"], 0),
+        ({"overlap": True, "slabs": (1, 2), "kernel": "of another machine", "free_sms": 0}, ["wide", "wide"], 0),
+        ({"overlap": False, "slabs": (1,), "kernel": None, "free_sms": 0}, [], None),
+    ],
+)
+def test_a_plan_that_was_chosen(answer, ran, sms):
+    generator = torch.Generator().manual_seed(0)
+    a, weight = (torch.randn(*shape, generator=generator) for shape in [(300, 16), (500, 16)])
+    comm = Communicator(None, CPU)
+    comm.planner = Planner(**answer)
+    taken = []
+    with (
+        played_kernels() as runs,
+        patch.object(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
+        patch.object(executor, "CudaExecutor", lambda *given: taken.append(given[-1]) or CudaExecutor(*given)),
+    ):
+        assert torch.allclose(gemm_all_reduce(a, weight, comm=comm), a @ weight.t(), atol=1e-4)
+    assert runs == ran and taken == ([] if sms is None else [sms])
 
 
 def test_a_wrong_kernel_is_not_used():

@@ -30,6 +30,7 @@ MOST_FREE = 1 / 6  # of the SMs
 CASES = ((8, 1536), (24, 1536), (8, 6144), (24, 6144))  # (waves, K) of measured products
 LONG_K, LONG_COLUMNS, LONG_MS = 6144, 24, 4.0  # of products beside which collectives are measured
 ROUNDS = 4
+SILENT = ("NCCL_DEBUG", "NCCL_VERSION")  # variables that change nothing; container images set the second one
 HOST_CALLS = 32
 HOST_MS = 0.1  # at most, for a collective to be enqueued
 Say = Callable[[str], None]
@@ -49,7 +50,7 @@ def this_machine(
     others = [other for other in range(torch.cuda.device_count()) if other != device.index]
     peer = all(torch.cuda.can_device_access_peer(device, other) for other in others)
     peer = peer and os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
-    set_here = {f"{k}={v}" for k, v in os.environ.items() if k.startswith("NCCL_") and "DEBUG" not in k}
+    set_here = {f"{k}={v}" for k, v in os.environ.items() if k.startswith("NCCL_") and not k.startswith(SILENT)}
     sms = properties.multi_processor_count
     found = everyone(control, (properties.name, sms, compute_sms or sms, peer, socket.gethostname(), set_here))
     names, counts, taken, peers, hosts, variables = zip(*found, strict=True)
