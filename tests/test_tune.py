@@ -19,7 +19,7 @@ from fodit.tune.planner import Planner, agreed_files
 from fodit.tune.predict import bound_ms, overlapped_ms, product_ms, serial_ms, slab_ends, slab_tiles, waves
 from fodit.tune.probe import like, with_kernels
 from fodit.tune.profile import CUBLAS, Beside, Curve, Machine, Product, Profile, nearest, shipped
-from fodit.tune.search import Shape, candidates, choose, partitions
+from fodit.tune.search import Candidate, Shape, as_choice, candidates, choose, partitions
 from fodit.tune.shapes import model
 from fodit.tune.simulate import COMMUNICATION, COMPUTE, Task, simulate
 from fodit.tune.store import Attention, HeadGroups, Plans
@@ -203,6 +203,17 @@ def test_predictions_against_measurements(link):
         pairs += predictions(profile, shape, found, ("chosen", "static"))
     assert len(pairs) == 3 * 25
     assert sum(abs(predicted / measured - 1) for predicted, measured in pairs) / len(pairs) <= ERROR
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_nothing_is_slower_than_serial(link):
+    """By the measurements of what was predicted best: where that is not taken, serial is."""
+    profile, shapes = recorded(link)
+    for shape, found in shapes:
+        serial = serial_ms(profile, shape.op, shape.m, shape.n, shape.k)
+        ((predicted, measured),) = predictions(profile, shape, found, ("chosen",))
+        one = as_choice(shape, Candidate(predicted, (1, 1), CUBLAS, 0), serial, "")
+        assert not one.overlap or measured <= found["serial"]
 
 
 @pytest.mark.parametrize("link", LINKS)

@@ -58,6 +58,20 @@ def attend(
     """
     if sequence.comm.size == 1:
         return [lambda: _attend_alone(attn, hidden_states, sequence, prepare, backend)]
+    return _attend_shared(attn, hidden_states, sequence, prepare, backend, between, parts, meanwhile)
+
+
+@torch.compiler.disable  # plans and streams are the host's business: nothing to trace
+def _attend_shared(
+    attn: Any,
+    hidden_states: torch.Tensor,
+    sequence: ShardedSequence,
+    prepare: Prepare,
+    backend: Any,
+    between: Callable[[torch.Tensor], None] | None,
+    parts: int,
+    meanwhile: Callable[[], None] | None,
+) -> list[Callable[[], torch.Tensor]]:
     layout = sequence.layout(hidden_states.shape[0], hidden_states.dtype, parts)
     arrivals = []
     for index, part in enumerate(hidden_states.chunk(parts)):
@@ -66,6 +80,7 @@ def attend(
             meanwhile()
     returns = [_attend_groups(one, prepare, layout, sequence, backend) for one in arrivals]
 
+    @torch.compiler.disable
     def output(returned: Returns) -> torch.Tensor:
         projected = attn.to_out[1](attn.to_out[0](_collect(returned, layout).flatten(0, 1)))
         return projected.view(layout.local_tokens, layout.batch, -1).transpose(0, 1)

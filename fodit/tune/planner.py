@@ -20,7 +20,7 @@ from fodit.tune.predict import overlapped_ms, segment_ms, serial_ms
 from fodit.tune.probe import probe, probing, with_kernels
 from fodit.tune.profile import CUBLAS, Machine, Profile, nearest, shipped
 from fodit.tune.reason import reason
-from fodit.tune.search import LEAST_GAIN, Candidate, Shape, choose, partitions, usable_kernels
+from fodit.tune.search import UNSURE, Candidate, Shape, choose, partitions, usable_kernels
 from fodit.tune.store import Attention, HeadGroups, Plans, stored_plans, stored_profile
 
 MEASURED = "predicted from the measured profile"
@@ -154,7 +154,7 @@ def fastest_product(profile: Profile, plan: Plan, k: int, kernels: Iterable[str]
 def predicted_groups(
     profile: Profile, attention: Attention, kernels: Iterable[str] | None, source: str
 ) -> list[HeadGroups]:
-    """All head groups that are worth considering, best first; one group first if nothing gains a hundredth."""
+    """All head groups that are worth considering, best first; one group first if nothing gains enough."""
     found = []
     one = attention
     for shares in partitions(min(one.projection.most_slabs, MOST_GROUPS)):
@@ -163,7 +163,7 @@ def predicted_groups(
         found.append((segment_ms(profile, layout, one.width, best.kernel, best.free_sms, one.parts), shares))
     alone = next(ms for ms, shares in found if len(shares) == 1)
     ranked = sorted(found)
-    if ranked[0][0] > alone * (1 - LEAST_GAIN):
+    if ranked[0][0] > alone * (1 - UNSURE):
         ranked.sort(key=lambda pair: (len(pair[1]) > 1, pair))
     return [HeadGroups(attention, shares, ms, None, alone, source) for ms, shares in ranked]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from fodit.tune.choice import Choice, shares_text
 from fodit.tune.predict import ITEMSIZE, collective_ms, product_ms
 from fodit.tune.profile import Profile
-from fodit.tune.search import LEAST_GAIN, Shape, candidates
+from fodit.tune.search import UNSURE, Shape, candidates
 
 
 def reason(profile: Profile, shape: Shape, choice: Choice, kernels: Iterable[str] | None = None) -> str:
@@ -14,7 +14,7 @@ def reason(profile: Profile, shape: Shape, choice: Choice, kernels: Iterable[str
         best = candidates(profile, shape, kernels)[0]
         plan = f"slabs {shares_text(best.slabs)} with {best.free_sms} SMs free"
         gain = choice.serial_ms / best.predicted_ms - 1
-        return f"the best overlapped plan ({plan}) is predicted to gain {gain:.1%}, and {LEAST_GAIN:.0%} is the least"
+        return f"the best overlapped plan ({plan}) is predicted to gain {gain:.1%}, and {UNSURE:.1%} is the least"
     product = product_ms(profile, shape.m, shape.n, shape.k)
     if collective_ms(profile, shape.op, shape.m * shape.n * ITEMSIZE) > product:
         small = ", so the first slab is small" if choice.slabs[0] < max(choice.slabs) else ""

@@ -12,7 +12,8 @@ from fodit.tune.predict import overlapped_ms, serial_ms
 from fodit.tune.profile import CUBLAS, Profile
 
 MOST_SLABS = 10
-LEAST_GAIN = 0.01  # of the serial time; below, a plan is not worth its risk
+LEAST_GAIN = 0.01  # of the serial time, measured; below, a plan is not worth its trouble
+UNSURE = 0.034  # the predictor's error: a plan that is predicted to gain less may lose
 FINE = 3  # kernels and numbers of free SMs for which all partitions are tried
 COARSE_PARTITIONS = ((1,) * 4, (1,) * 8, (1, 2, 4, 4, 4, 2, 1))
 
@@ -134,13 +135,13 @@ def host_keeps_up(profile: Profile, slabs: Sequence[int], shape: Shape) -> bool:
 
 
 def choose(profile: Profile, shape: Shape, kernels: Iterable[str] | None, source: str) -> Choice:
-    """The best candidate, or serial if it gains less than a hundredth."""
+    """The best candidate, or serial if it gains less than predictions can tell."""
     best = candidates(profile, shape, kernels)[0]
     return as_choice(shape, best, serial_ms(profile, shape.op, shape.m, shape.n, shape.k), source)
 
 
 def as_choice(shape: Shape, best: Candidate, serial: float, source: str) -> Choice:
-    if best.predicted_ms > serial * (1 - LEAST_GAIN):
+    if best.predicted_ms > serial * (1 - UNSURE):
         return Choice(shape.op, False, (1,), None, 0, serial, serial, None, None, source)
     kernel = None if best.kernel == CUBLAS else best.kernel
     return Choice(shape.op, True, best.slabs, kernel, best.free_sms, best.predicted_ms, serial, None, None, source)
