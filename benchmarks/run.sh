@@ -35,11 +35,9 @@ for part in $what; do
                     --link "$profile"
             done ;;
         steps)
-            for model in $models; do
-                for profile in $profiles; do
-                    bench step --model "$model" --profile "$profile" ${LAYERS:+--layers "$LAYERS"} \
-                        ${WAYS:+--ways "$WAYS"} --save "$out/step-$model-$profile.json"
-                done
+            for profile in $profiles; do
+                bench step --model "${models// /,}" --profile "$profile" ${LAYERS:+--layers "$LAYERS"} \
+                    ${WAYS:+--ways "$WAYS"} --save "$out/step-{model}-$profile.json"
             done ;;
         *) echo "no part $part: checks, ops, record or steps" >&2; exit 2 ;;
     esac

@@ -134,6 +134,18 @@ def test_all_ways_of_one_process(cpu, name):
     assert len(said) == 2 + len(rows) and all("not run" not in line for line in said)
 
 
+def test_several_models(cpu):
+    setting, saved = CpuSetting(), {}
+    cpu.setattr(setting, "save", lambda path, results: saved.update({path: results["model"]}))
+    given = ["--model", ",".join(MODELS), "--ways", "fodit, one"]
+    step.run(setting, arguments(*given, "--save", "step-{model}.json"))
+    assert saved == {f"step-{name}.json": name for name in MODELS}
+    with pytest.raises(ValueError, match=r"one file for 2 models: put \{model\} into its name"):
+        step.run(setting, arguments(*given, "--save", "step.json"))
+    with pytest.raises(ValueError, match="no model CogVideoX-3b; there are CogVideoX-2b"):
+        step.run(setting, arguments("--model", "CogVideoX-3b"))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_numerics(cpu, name):
     made = []

@@ -42,7 +42,7 @@ COLUMNS = {  # key of a row: title, width, format
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help=f"one of {', '.join(dummy.MODELS)}")
+    parser.add_argument("--model", required=True, help=f"one or several, comma-separated, of {', '.join(dummy.MODELS)}")
     parser.add_argument("--steps", type=int, help="denoising steps; the first is not counted (default: 3)")
     parser.add_argument("--ways", default="", help="only ways whose names contain one of these texts, a|b|c")
     parser.add_argument("--head-groups", help="a number, or relative sizes such as 1,3,3,1 (default: chosen)")
@@ -58,6 +58,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(setting: Setting, given: argparse.Namespace) -> None:
+    """Measure model after model. Of several, each has a file of its own, named by `{model}` in `--save`."""
+    names = given.model.split(",")
+    unknown = [name for name in names if name not in dummy.MODELS]
+    if unknown:
+        raise ValueError(f"no model {', '.join(unknown)}; there are {', '.join(dummy.MODELS)}")
+    if len(names) > 1 and given.save and "{model}" not in given.save:
+        raise ValueError(f"--save {given.save} is one file for {len(names)} models: put {{model}} into its name")
+    for name in names:
+        save = given.save and given.save.replace("{model}", name)
+        _run_model(setting, argparse.Namespace(**vars(given) | {"model": name, "save": save}))
+        gc.collect()
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _run_model(setting: Setting, given: argparse.Namespace) -> None:
     """Measure, and save what is measured after each way of running."""
     if given.steps is None:
         given.steps = 10 if given.numerics else 3
@@ -110,7 +126,7 @@ def _measure(
         except RuntimeError as error:
             raise RuntimeError(f"{way.name} {error}") from None
         if isinstance(way, Fodit):
-            row["notes"] = pipe.report.notes
+            row |= {"notes": pipe.report.notes, "plans": pipe.report.plans}
             if (step := pipe.report.ranks[0].median_step) is not None:
                 row |= {"exposed_s": step.exposed_s, "communication_s": step.communication_s}
         return row
