@@ -180,7 +180,7 @@ class FusedCogVideoXBlock(FusedBlock):
             )
         text = encoder_hidden_states.shape[1]
         joint = joined(encoder_hidden_states, hidden_states)
-        normed, total = torch.empty_like(joint), torch.empty_like(joint)
+        normed, total = joint.new_empty(joint.shape), joint.new_empty(joint.shape)
         attention, mlp = _modulation(module.norm1, temb, text), _modulation(module.norm2, temb, text)
 
         def normalise(item: slice) -> None:
