@@ -48,7 +48,3 @@ def _print_reports(files: list[str]) -> int:
             continue
         print(f"{'' if index == 0 else chr(10)}{file}\n{text}")
     return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

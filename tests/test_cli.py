@@ -1,5 +1,8 @@
 """The `fodit` command."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from test_report import make_report
@@ -11,6 +14,11 @@ from fodit.cli import main
 def test_doctor(capsys):
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.strip() == fodit.doctor()
+
+
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "fodit", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: fodit ") and "tune" in done.stdout
 
 
 def test_report(tmp_path, capsys):

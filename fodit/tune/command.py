@@ -19,7 +19,7 @@ from fodit.tune.store import Plans, plans_path, profile_path
 from fodit.tune.tuner import Tuner
 
 DESCRIPTION = """Measure this machine (half a minute, remembered) and find the best plans for the products of a model.
-Run it as you will run the model: torchrun --nproc-per-node 2 -m fodit.cli tune --model zai-org/CogVideoX-5b"""
+Run it as you will run the model: torchrun --nproc-per-node 2 -m fodit tune --model zai-org/CogVideoX-5b"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def _check(given: argparse.Namespace, ranks: int) -> int:
         raise ValueError(f"it measures GPUs, but torch {torch.__version__} sees no CUDA device")
     if ranks < 2:
         raise ValueError(
-            "it measures several ranks together: torchrun --nproc-per-node 2 -m fodit.cli tune --model " + given.model
+            "it measures several ranks together: torchrun --nproc-per-node 2 -m fodit tune --model " + given.model
         )
     degree = given.ulysses or (given.tp if given.tp > 1 else ranks // given.cfg)
     if degree < 2 or degree * given.cfg != ranks or given.tp not in (1, degree):
