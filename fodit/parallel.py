@@ -24,6 +24,8 @@ class ParallelConfig:
     Args:
         cfg: 2 puts the conditional and the unconditional pass of guidance on different ranks, 1 does not.
         ulysses: ranks that share one sequence, each attending some of the heads. At most the number of heads.
+        speeds: relative speeds of the ranks that share a sequence, in their order, for cards of different kinds: (2, 1)
+            gives the first one two thirds of the tokens and of the heads. None takes them for equal.
         ring, tp: ring attention and tensor parallelism; only 1 so far.
         timeout_s: seconds after which a rank that waits for another gives up. Loading counts too: allow for the
             slowest rank's disk.
@@ -37,6 +39,7 @@ class ParallelConfig:
     tp: int | None = None
     timeout_s: float = 1800.0
     max_ctas: int | None = None
+    speeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in DIMENSIONS:
@@ -52,6 +55,8 @@ class ParallelConfig:
                 )
         if self.max_ctas is not None and self.max_ctas < 1:
             raise ValueError(f"max_ctas must be at least 1 or None, got {self.max_ctas}")
+        if self.speeds is not None and not all(isinstance(one, int) and one >= 1 for one in self.speeds):
+            raise ValueError(f"speeds must be whole numbers >= 1, one for each rank of a sequence, got {self.speeds}")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
 
@@ -82,6 +87,8 @@ class ParallelConfig:
                 f"{chosen} uses cfg x ulysses = {cfg} x {ulysses} = {prod(chosen.degrees)} ranks, but there "
                 f"{'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}. What fits: {fits}"
             )
+        if self.speeds is not None and len(self.speeds) != ulysses:
+            raise ValueError(f"{len(self.speeds)} speeds {self.speeds} for ulysses={ulysses}: give one for each rank")
         if ulysses > heads:
             raise ValueError(f"{chosen} divides {heads} attention heads by {ulysses} ranks. What fits: {fits}")
         return chosen

@@ -64,6 +64,17 @@ def test_degrees_that_are_none(given, words):
         ParallelConfig(**given)
 
 
+def test_speeds():
+    config = ParallelConfig(cfg=2, ulysses=2, speeds=(3, 1), max_ctas=4)
+    assert config.resolve(4, 8).speeds == (3, 1)
+    with pytest.raises(ValueError, match=r"3 speeds \(3, 1, 1\) for ulysses=2: give one for each rank"):
+        ParallelConfig(speeds=(3, 1, 1), cfg=1).resolve(2, 8)
+    with pytest.raises(ValueError, match=r"speeds must be whole numbers >= 1.* got \(1, 0\)"):
+        ParallelConfig(speeds=(1, 0))
+    with pytest.raises(ValueError, match="max_ctas must be at least 1 or None, got 0"):
+        ParallelConfig(max_ctas=0)
+
+
 def test_device(monkeypatch):
     assert rank_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -71,6 +71,11 @@ def test_ranks(pool, tiny, plain, kind, ranks, cfg, overlap):
     assert results[0][2] == []
 
 
+@pytest.mark.parametrize("kind", ["cogvideox-rope", "wan2.1", "wan2.2"])
+def test_cards_of_different_speed(pool, tiny, plain, kind):
+    check(pool.run(2, generate, tiny(kind), kind, {"cfg": 1, "speeds": (3, 1)}), plain(kind), 2)
+
+
 @pytest.mark.parametrize("head_groups", [1, 2, (1, 2)])
 @pytest.mark.parametrize("kind", ["cogvideox-sincos", "wan2.1"])
 def test_head_groups(pool, tiny, plain, kind, head_groups):

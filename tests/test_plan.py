@@ -111,19 +111,21 @@ def test_reduce_scatter(rows, width, size, slabs, align):
 
 @st.composite
 def layouts(draw):
-    """Ranks, tokens, batch, heads, head dim and head groups, even or by shares."""
+    """Ranks, tokens, batch, heads, head dim, head groups and speeds, the last two even or by shares."""
     size, heads = draw(ranks), draw(st.integers(1, 10))
     heads += size - 1
-    groups = draw(st.integers(1, heads // size))
+    speeds = draw(st.sampled_from([None, tuple(draw(st.integers(1, 4)) for _ in range(size))]))
+    groups = draw(st.integers(1, min(share_sizes(heads, speeds or (1,) * size))))
     shares = draw(st.sampled_from([groups, tuple(draw(st.integers(1, 5)) for _ in range(groups))]))
-    return size, draw(st.integers(1, 20)), draw(st.integers(1, 3)), heads, draw(st.integers(1, 3)), shares
+    tokens = draw(st.integers(1, 20)) + (size if speeds else 0)
+    return size, tokens, draw(st.integers(1, 3)), heads, draw(st.integers(1, 3)), shares, speeds
 
 
 @settings(deadline=None)
 @given(layouts())
 def test_all_to_all(args):
-    size, tokens, batch, heads, dim, shares = args
-    layout = [UlyssesLayout(r, size, tokens, batch, heads, dim, shares) for r in range(size)]
+    size, tokens, batch, heads, dim, shares, speeds = args
+    layout = [UlyssesLayout(r, size, tokens, batch, heads, dim, shares, speeds) for r in range(size)]
     plans, groups = [one.projection_plan for one in layout], layout[0].groups
     buffers = []
     for one, plan in zip(layout, plans, strict=True):
@@ -165,8 +167,8 @@ def test_all_to_all(args):
 @settings(deadline=None)
 @given(layouts(), st.sampled_from([1, 3, 8]), st.sampled_from([1, 2, 5]), st.integers(1, 4))
 def test_tile_program(args, tile_m, tile_n, band):
-    size, tokens, batch, heads, dim, shares = args
-    layout = UlyssesLayout(0, size, tokens, batch, heads, dim, shares)
+    size, tokens, batch, heads, dim, shares, speeds = args
+    layout = UlyssesLayout(0, size, tokens, batch, heads, dim, shares, speeds)
     plans = [
         layout.projection_plan,
         all_reduce_plan(tokens, heads, size, layout.groups),
@@ -225,6 +227,8 @@ def test_large_offsets_keep_64_bits():
     [
         (lambda: UlyssesLayout(0, 8, 10, 1, 3, 16), "ulysses <= 3"),
         (lambda: UlyssesLayout(0, 2, 10, 1, 5, 16, 3), "1 to 2 head groups, got 3"),
+        (lambda: UlyssesLayout(0, 2, 10, 1, 6, 16, 3, (2, 1)), "1 to 2 head groups, got 3"),
+        (lambda: UlyssesLayout(0, 2, 10, 1, 6, 16, 1, (2, 1, 1)), r"2 ranks need as many speeds >= 1, got \(2, 1, 1\)"),
         (lambda: UlyssesLayout(0, 2, 10, 1, 5, 16, (1, 0)), r"1 to 2 head groups, got \(1, 0\)"),
         (lambda: all_reduce_plan(0, 4, 2), "rows >= 1"),
         (lambda: reduce_scatter_plan(4, 4, 2, (1, 2, 1)), "cannot split 2 in proportion to"),

@@ -60,7 +60,7 @@ class Attachment:
         self._before = [attention.processor for attention in self.attentions]
         config: Any = transformer.config
         self.sequence = ShardedSequence(
-            groups.ulysses, config.num_attention_heads, config.attention_head_dim, head_groups
+            groups.ulysses, config.num_attention_heads, config.attention_head_dim, head_groups, groups.parallel.speeds
         )
         self.processor = self.family.processor(self.sequence)
         self.processor._attention_backend = getattr(self._before[0], "_attention_backend", None)

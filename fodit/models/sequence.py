@@ -7,7 +7,7 @@ import torch
 from diffusers.hooks import ModelHook
 
 from fodit.ops import Communicator
-from fodit.plan import UlyssesLayout, split_ranges
+from fodit.plan import UlyssesLayout, rank_ranges
 
 # On two H200 through host memory, 5 groups were the fastest of 1, 2, 5 and 10 for Wan-14B; over NVLink all are alike.
 # Where the items of a batch go one after the other there are as many exchanges with fewer groups.
@@ -16,7 +16,7 @@ HeadGroups = int | tuple[int, ...] | None
 
 
 class ShardedSequence:
-    """One transformer's sequence, split over the Ulysses ranks in contiguous, nearly even parts.
+    """One transformer's sequence, split over the Ulysses ranks in contiguous parts.
 
     The joint sequence is text first (where the model joins text and video), then video.
 
@@ -25,14 +25,23 @@ class ShardedSequence:
         heads, head_dim: of the model's self-attention.
         head_groups: parts in which heads are exchanged, a number or their relative sizes; None asks the communicator's
             planner, or makes up to five exchanges of a batch, or one without overlap.
+        speeds: relative speeds of the ranks, by which tokens and heads are shared out; None for equal ones.
     """
 
-    def __init__(self, comm: Communicator, heads: int, head_dim: int, head_groups: HeadGroups = None) -> None:
-        most = heads // comm.size
+    def __init__(
+        self,
+        comm: Communicator,
+        heads: int,
+        head_dim: int,
+        head_groups: HeadGroups = None,
+        speeds: tuple[int, ...] | None = None,
+    ) -> None:
+        most = min(stop - start for start, stop in rank_ranges(heads, comm.size, speeds))
         given = head_groups if isinstance(head_groups, int | None) else len(head_groups)
         if given is not None and not 1 <= given <= most:
             raise ValueError(f"{heads} heads on {comm.size} ranks allow head_groups 1 to {most}, got {head_groups}")
         self.comm, self.heads, self.head_dim, self.head_groups = comm, heads, head_dim, head_groups
+        self.speeds, self._fewest_heads = speeds, most
         self.text = self.tokens = 0  # of the forward that is running
         self._layouts: dict[tuple[int, int, torch.dtype, int], UlyssesLayout] = {}
 
@@ -42,22 +51,24 @@ class ShardedSequence:
             raise ValueError(f"{tokens} tokens cannot be split over ulysses={self.comm.size} ranks")
         self.tokens, self.text = tokens, text
 
+    @property
+    def token_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Of each rank, in the running forward."""
+        return rank_ranges(self.tokens, self.comm.size, self.speeds)
+
     def shard_text(self, text: torch.Tensor) -> torch.Tensor:
         """[B, text, C] → this rank's part, possibly empty."""
-        start, stop = split_ranges(self.tokens, self.comm.size)[self.comm.rank]
+        start, stop = self.token_ranges[self.comm.rank]
         return text[:, start : min(stop, self.text)] if start < self.text else text[:, :0]
 
     def shard_video(self, video: torch.Tensor) -> torch.Tensor:
         """[B, video, C] → this rank's part, possibly empty."""
-        start, stop = split_ranges(self.tokens, self.comm.size)[self.comm.rank]
+        start, stop = self.token_ranges[self.comm.rank]
         return video[:, max(start - self.text, 0) : max(stop - self.text, 0)]
 
     def gather_video(self, part: torch.Tensor) -> torch.Tensor:
         """[B, this rank's video, C] → [B, video, C] on all ranks."""
-        sizes = tuple(
-            max(stop - self.text, 0) - max(start - self.text, 0)
-            for start, stop in split_ranges(self.tokens, self.comm.size)
-        )
+        sizes = tuple(max(stop - self.text, 0) - max(start - self.text, 0) for start, stop in self.token_ranges)
         return self.comm.gather_rows(part.transpose(0, 1), sizes).wait().transpose(0, 1)
 
     @property
@@ -74,7 +85,14 @@ class ShardedSequence:
         if key not in self._layouts:
             groups = self.head_groups or self._chosen_groups(batch // parts, dtype, parts)
             self._layouts[key] = UlyssesLayout(
-                self.comm.rank, self.comm.size, self.tokens, batch // parts, self.heads, self.head_dim, groups
+                self.comm.rank,
+                self.comm.size,
+                self.tokens,
+                batch // parts,
+                self.heads,
+                self.head_dim,
+                groups,
+                self.speeds,
             )
         return self._layouts[key]
 
@@ -82,8 +100,9 @@ class ShardedSequence:
         if not self.pipelined:
             return 1
         if self.comm.planner is not None:
-            return self.comm.planner.head_groups(self.tokens, batch, self.heads, self.head_dim, parts, dtype)
-        return min(-(-DEFAULT_EXCHANGES // parts), self.heads // self.comm.size)
+            groups = self.comm.planner.head_groups(self.tokens, batch, self.heads, self.head_dim, parts, dtype)
+            return groups if len(groups) <= self._fewest_heads else self._fewest_heads
+        return min(-(-DEFAULT_EXCHANGES // parts), self._fewest_heads)
 
 
 class GatherVideo(ModelHook):

@@ -1,7 +1,7 @@
 """Plans: which part of a product is computed when, where it is stored and what is sent. Pure Python, no torch."""
 
 from fodit.plan.slabs import Plan, Segment, Slab, all_reduce_plan, reduce_scatter_plan
-from fodit.plan.split import share_sizes, split_ranges, split_sizes
+from fodit.plan.split import rank_ranges, share_sizes, split_ranges, split_sizes
 from fodit.plan.tiles import TILE_FIELDS, TileProgram, tile_program
 from fodit.plan.ulysses import UlyssesLayout
 
@@ -13,6 +13,7 @@ __all__ = [
     "TileProgram",
     "UlyssesLayout",
     "all_reduce_plan",
+    "rank_ranges",
     "reduce_scatter_plan",
     "share_sizes",
     "split_ranges",

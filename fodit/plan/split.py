@@ -50,3 +50,12 @@ def split_ranges(total: int, parts: int) -> tuple[tuple[int, int], ...]:
     ((0, 3), (3, 5))
     """
     return ranges(split_sizes(total, parts))
+
+
+def rank_ranges(total: int, ranks: int, speeds: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
+    """What each rank has of `total`: in proportion to the speeds, or nearly even parts.
+
+    >>> rank_ranges(6, 2, (2, 1))
+    ((0, 4), (4, 6))
+    """
+    return split_ranges(total, ranks) if speeds is None else ranges(share_sizes(total, speeds))

@@ -1,7 +1,8 @@
 """Where tokens and heads lie in Ulysses sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509).
 
 Every rank holds a contiguous range of the sequence. For attention it gets some heads of the whole sequence, and
-gives the result back afterwards. Both ranges may be uneven: 17 776 tokens or 30 heads on 4 ranks, any number.
+gives the result back afterwards. Both ranges may be uneven: 17 776 tokens or 30 heads on 4 ranks, any number, and by
+intention where cards are of different speed.
 
 All buffers are token-major, [token, batch, ...]: then what arrives from the ranks, one behind the other, is already
 the whole sequence in order, for any batch size.
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fodit.plan.slabs import Plan, Segment, Slab
-from fodit.plan.split import ranges, share_sizes, split_ranges
+from fodit.plan.split import ranges, rank_ranges, share_sizes
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class UlyssesLayout:
         heads, head_dim: attention heads of the whole model and their size.
         shares: head groups that are sent and attended one after the other, by their relative sizes; a number means
             that many even groups. At most the fewest heads of a rank.
+        speeds: relative speeds of the ranks, by which tokens and heads are shared out; None for equal ones.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class UlyssesLayout:
     heads: int
     head_dim: int
     shares: int | tuple[int, ...] = 1
+    speeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.ranks > self.heads:
@@ -41,10 +44,12 @@ class UlyssesLayout:
                 f"ulysses={self.ranks} needs at least {self.ranks} attention heads, the model has {self.heads}: "
                 f"use ulysses <= {self.heads}"
             )
-        if not 1 <= self.groups <= self.heads // self.ranks or min(self.relative_sizes) < 1:
+        if self.speeds is not None and (len(self.speeds) != self.ranks or min(self.speeds) < 1):
+            raise ValueError(f"{self.ranks} ranks need as many speeds >= 1, got {self.speeds}")
+        fewest = min(stop - start for start, stop in rank_ranges(self.heads, self.ranks, self.speeds))
+        if not 1 <= self.groups <= fewest or min(self.relative_sizes) < 1:
             raise ValueError(
-                f"{self.heads} heads on {self.ranks} ranks allow 1 to {self.heads // self.ranks} head groups, "
-                f"got {self.shares}"
+                f"{self.heads} heads on {self.ranks} ranks allow 1 to {fewest} head groups, got {self.shares}"
             )
 
     @property
@@ -58,13 +63,13 @@ class UlyssesLayout:
     @cached_property
     def token_ranges(self) -> tuple[tuple[int, int], ...]:
         """Tokens of each rank."""
-        return split_ranges(self.tokens, self.ranks)
+        return rank_ranges(self.tokens, self.ranks, self.speeds)
 
     @cached_property
     def head_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """`head_ranges[rank][group]`: heads of that group on that rank."""
         result = []
-        for start, stop in split_ranges(self.heads, self.ranks):
+        for start, stop in rank_ranges(self.heads, self.ranks, self.speeds):
             groups = ranges(share_sizes(stop - start, self.relative_sizes))
             result.append(tuple((start + first, start + last) for first, last in groups))
         return tuple(result)
