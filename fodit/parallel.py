@@ -30,7 +30,7 @@ class ParallelConfig:
         timeout_s: seconds after which a rank that waits for another gives up. Loading counts too: allow for the
             slowest rank's disk.
         max_ctas: the most thread blocks that NCCL takes for a collective of fodit's; None leaves it to NCCL, which
-            measured best or within 1 % of it.
+            measured best or within 2 % of it.
     """
 
     cfg: int | None = None
