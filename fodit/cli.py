@@ -12,10 +12,9 @@ def main(arguments: list[str] | None = None) -> int:
     report.add_argument("files", nargs="+", metavar="FILE", help="JSON files written by report.save()")
     summary = "measure this machine and find a model's best plans, under torchrun"
     commands.add_parser("tune", help=summary, add_help=False)
-    bench = commands.add_parser("bench", help="benchmarks, under torchrun", add_help=False)
-    bench.add_argument("rest", nargs=argparse.REMAINDER)
+    commands.add_parser("bench", help="benchmarks, under torchrun", add_help=False)
     given, rest = parser.parse_known_args(arguments)
-    if rest and given.command != "tune":
+    if rest and given.command not in ("tune", "bench"):  # these have parsers of their own
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
     if given.command == "doctor":
@@ -31,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         from fodit.bench.__main__ import main as run_bench
 
-        run_bench(given.rest)
+        run_bench(rest)
     return 0
 
 

@@ -12,9 +12,9 @@ from test_ops import exchange_case, reduce_case
 from fodit.kernels import gemm
 from fodit.kernels.binding import Family, Kernel
 from fodit.kernels.selftest import failure
-from fodit.ops import Communicator, executor, gemm_all_reduce
+from fodit.ops import Communicator, executor, gemm_all_reduce, gemm_all_to_all
 from fodit.ops.executor import CudaExecutor
-from fodit.plan import TILE_FIELDS
+from fodit.plan import TILE_FIELDS, UlyssesLayout, all_reduce_plan, reduce_scatter_plan
 
 CPU = torch.device("cpu")
 KERNELS = (
@@ -119,6 +119,24 @@ def test_a_plan_that_was_chosen(answer, ran, sms):
     ):
         assert torch.allclose(gemm_all_reduce(a, weight, comm=comm), a @ weight.t(), atol=1e-4)
     assert runs == ran and taken == ([] if sms is None else [sms])
+
+
+@pytest.mark.parametrize("slabs", [1, 2])
+def test_permuted_storage_is_one_kernel(slabs):
+    """Also where there is nothing to overlap: torch would take a product for every segment."""
+    generator = torch.Generator().manual_seed(0)
+    a, *weights = (torch.randn(*shape, generator=generator) for shape in [(20, 16), (64, 16), (64, 16), (64, 16)])
+    comm = Communicator(None, CPU)
+    comm.planner = Planner(overlap=slabs > 1, slabs=(1,) * slabs, kernel="small", free_sms=0)
+    comm.planner.product = lambda plan, k, dtype: comm.planner.answer
+    layout = UlyssesLayout(0, 1, 20, 1, 4, 16, slabs)
+    with played_kernels() as runs:
+        arrivals = gemm_all_to_all(a, weights, [None] * 3, comm=comm, plan=layout.projection_plan)
+    assert runs == ["small", "small"], "tested, then used"
+    heads = torch.cat([arrivals.wait(group).view(20, 3, -1) for group in range(slabs)], dim=-1)
+    assert torch.allclose(heads, torch.stack([a @ weight.t() for weight in weights], dim=1), atol=1e-4)
+    assert not layout.projection_plan.by_rows
+    assert all_reduce_plan(20, 16, 2, 2).by_rows and reduce_scatter_plan(20, 16, 2, 2).by_rows
 
 
 def test_a_wrong_kernel_is_not_used():

@@ -7,19 +7,17 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fodit.agreement import everyone
 from fodit.parallel import initialise, rank_device
 from fodit.report import versions
+from fodit.tune.clock import Clock
 
 PROFILES = ("nvlink", "no-p2p", "consumer")
 CONSUMER_SMS = 24
-LEAD_CYCLES = 2_000_000  # about a millisecond in which the host runs ahead, so that launches are not what is timed
 
 
 class Setting:
@@ -46,6 +44,7 @@ class Setting:
         self.control = initialise(self.device, timeout_s=600)
         self.rank = dist.get_rank() if self.control is not None else 0
         self.ranks = dist.get_world_size() if self.control is not None else 1
+        self._clock = Clock(self.device, self.control)
         self._context: Any = None
         self._commit = _commit()
 
@@ -84,23 +83,11 @@ class Setting:
 
     def compare(self, works: Sequence[Callable[[], Any]], repeats: int = 10, warm_up: int = 3) -> list[float]:
         """`time` of each, all in turn in every round: the device's clocks change within seconds."""
-        taken: list[list[float]] = [[] for _ in works]
-        for index in range(repeats + warm_up):
-            for work, times in zip(works, taken, strict=True):
-                self.barrier()
-                torch.cuda._sleep(LEAD_CYCLES)
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                work()
-                end.record()
-                torch.cuda.synchronize()
-                if index >= warm_up:
-                    times.append(begin.elapsed_time(end))
-        return [median(times) for times in taken]
+        return self._clock.own(works, repeats, warm_up)
 
     def slowest(self, times: Sequence[float]) -> list[float]:
         """Of each time the longest on any rank, on all ranks."""
-        return [max(one) for one in zip(*everyone(self.control, list(times)), strict=True)]
+        return self._clock.slowest(times)
 
     def describe(self) -> dict[str, Any]:
         """Date, machine, profile, versions and commit."""

@@ -20,7 +20,7 @@ from torch import nn
 from fodit.kernels import rows
 from fodit.kernels.modulation import Modulation
 from fodit.models.sequence import ShardedSequence
-from fodit.models.ulysses import class_name, has_other_hooks, is_plain_linear, is_watched, joined
+from fodit.models.ulysses import class_name, is_plain_linear, is_watched, joined
 
 Later = list[Callable[[], tuple[torch.Tensor, torch.Tensor]]]  # video and text of further items of the batch
 
@@ -132,7 +132,7 @@ class Tail:
         """A block starts. With the first one forget a forward that was broken off, and look for hooks."""
         if self._blocks and block is self._blocks[0]:
             self._work = None
-            self._allowed = not torch.compiler.is_compiling() and not any(has_other_hooks(one) for one in self._blocks)
+            self._allowed = not torch.compiler.is_compiling() and not any(is_watched(one) for one in self._blocks)
 
     def put_off(self, block: nn.Module, work: Callable[[], None]) -> None:
         """Do it now if it cannot wait for a next block."""

@@ -17,7 +17,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
 from fodit.models.sequence import ShardedSequence
-from fodit.ops import Arrivals, Pending, all_to_all_products, gemm_all_to_all
+from fodit.ops import Arrivals, Communicator, Pending, all_to_all_products, gemm_all_to_all
 from fodit.plan import UlyssesLayout
 
 HOOK = "fodit"  # prefix of the hooks' names in diffusers' registry
@@ -78,11 +78,11 @@ def _attend_shared(
         arrivals.append(_project(attn, part.flatten(0, 1), sequence, layout, between))
         if index == 0 and meanwhile is not None:
             meanwhile()
-    returns = [_attend_groups(one, prepare, layout, sequence, backend) for one in arrivals]
+    returns = [attend_groups(one, prepare, layout, sequence.comm, backend) for one in arrivals]
 
     @torch.compiler.disable
     def output(returned: Returns) -> torch.Tensor:
-        projected = attn.to_out[1](attn.to_out[0](_collect(returned, layout).flatten(0, 1)))
+        projected = attn.to_out[1](attn.to_out[0](collect(returned, layout).flatten(0, 1)))
         return projected.view(layout.local_tokens, layout.batch, -1).transpose(0, 1)
 
     return [partial(output, one) for one in returns]
@@ -126,11 +126,11 @@ def _project(
     return all_to_all_products([one(rows) for one in projections], comm=sequence.comm, plan=plan, between=between)
 
 
-def _attend_groups(
-    arrivals: Arrivals, prepare: Prepare, layout: UlyssesLayout, sequence: ShardedSequence, backend: Any
+def attend_groups(
+    arrivals: Arrivals, prepare: Prepare, layout: UlyssesLayout, comm: Communicator, backend: Any
 ) -> Returns:
     """Attention of this rank's heads, group after group, on its way back to the ranks that hold the tokens."""
-    comm, dim = sequence.comm, layout.head_dim
+    dim = layout.head_dim
     returns: Returns = []
     for group in range(layout.groups):
         heads = layout.head_ranges[layout.rank][group]
@@ -144,7 +144,7 @@ def _attend_groups(
     return returns
 
 
-def _collect(returns: Returns, layout: UlyssesLayout) -> torch.Tensor:
+def collect(returns: Returns, layout: UlyssesLayout) -> torch.Tensor:
     """What came back of every group: [local tokens, batch, heads * dim]."""
     dim = layout.head_dim
     result = returns[0][1].new_empty(layout.local_tokens, layout.batch, layout.heads * dim)
@@ -179,17 +179,10 @@ def class_name(module: nn.Module) -> str:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether hooks of torch, diffusers or accelerate act when the module is called."""
+    """Whether hooks of torch, diffusers or accelerate act when the module is called; fodit's own do not count."""
     registry = getattr(module, "_diffusers_hook", None)
-    hooked = hasattr(module, "_hf_hook") or (registry is not None and bool(registry.hooks))
-    return hooked or bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def has_other_hooks(module: nn.Module) -> bool:
-    """Whether hooks that are not fodit's act when the module is called."""
-    registry = getattr(module, "_diffusers_hook", None)
-    others = registry is not None and any(not name.startswith(HOOK) for name in registry.hooks)
-    return others or hasattr(module, "_hf_hook") or bool(module._forward_hooks or module._forward_pre_hooks)
+    hooked = registry is not None and any(not name.startswith(HOOK) for name in registry.hooks)
+    return hooked or hasattr(module, "_hf_hook") or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def with_weights(function: Prepare, *modules: nn.Module | None) -> Prepare:

@@ -36,11 +36,12 @@ def make_executor(
 ) -> Executor:
     """A signaling kernel where one takes these operands, else torch. The communicator keeps the reason for torch.
 
-    A choice without overlap takes torch: without slabs to send there is nothing to signal. Without a choice the
-    kernel with least work runs on the communicator's SMs.
+    A choice without overlap takes torch for rows as they lie: without slabs to send there is nothing to signal. (Other
+    storage is one kernel all the same, and a call of torch for every segment.) Without a choice the kernel with least
+    work runs on the communicator's SMs.
     """
     torch_executor = TorchExecutor(plan, buffer, linear_segments(a, weights, biases, act))
-    if choice is not None and not choice.overlap:
+    if choice is not None and not choice.overlap and plan.by_rows:
         return torch_executor
     reason = gemm.refusal(a, weights)
     if reason is None:

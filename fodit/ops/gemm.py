@@ -4,7 +4,6 @@ All take row-major matrices: `a` [M, K] and weights [N, K] of one dtype on one d
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -52,11 +51,7 @@ def gemm_all_reduce(
     # The sum takes the bias once if one rank adds it to its own part.
     once = bias if comm.rank == 0 else None
     executor = make_executor(plan, buffer, a, [weight], [once], "none", comm, choice)
-
-    def start(slab: Slab, ready: Ready) -> Pending:
-        return comm.start(dist.all_reduce, buffer[slab.start : slab.stop], ready=ready)
-
-    for pending in _send_slabs(executor, plan, comm, start):
+    for pending in send_slabs(executor, plan, comm, buffer, buffer):
         pending.wait()
     return buffer.view(rows, width)
 
@@ -93,12 +88,7 @@ def gemm_reduce_scatter(
     once = bias if comm.rank == 0 else None
     executor = make_executor(plan, buffer, a, [weight], [once], "none", comm, choice)
     received = a.new_empty(plan.recv_size) if comm.size > 1 else buffer
-
-    def start(slab: Slab, ready: Ready) -> Pending:
-        target, source = received[slab.recv_start : slab.recv_stop], buffer[slab.start : slab.stop]
-        return comm.start(reduce_scatter_single, target, source, ready=ready)
-
-    for pending in _send_slabs(executor, plan, comm, start):
+    for pending in send_slabs(executor, plan, comm, buffer, received):
         pending.wait()
     return received.view(-1, width)[:mine]
 
@@ -183,33 +173,28 @@ def _exchange(
     between: Callable[[torch.Tensor], None] | None,
 ) -> Arrivals:
     received = sent.new_empty(plan.recv_size) if comm.size > 1 else sent
-
-    def start(slab: Slab, ready: Ready) -> Pending:
-        target, source = received[slab.recv_start : slab.recv_stop], sent[slab.start : slab.stop]
-        return comm.all_to_all(target, source, slab.recv_sizes, slab.send_sizes, ready)
-
-    second = None if between is None else partial(between, sent)
-    return Arrivals(plan, sent, received, _send_slabs(executor, plan, comm, start, second))
+    return Arrivals(plan, sent, received, send_slabs(executor, plan, comm, sent, received, between))
 
 
-def _send_slabs(
+def send_slabs(
     executor: Executor,
     plan: Plan,
     comm: Communicator,
-    start: Callable[[Slab, Ready], Pending],
-    between: Callable[[], None] | None = None,
+    sent: torch.Tensor,
+    received: torch.Tensor,
+    between: Callable[[torch.Tensor], None] | None = None,
 ) -> list[Pending]:
     """Fill slab after slab, and start each one's collective; none where the rank is alone.
 
-    `between` is called when every slab has been enqueued. The other slabs' collectives start after it, so that one it
-    starts goes second in the queue.
+    `between` is called with the send buffer when every slab has been enqueued. The other slabs' collectives start
+    after it, so that one it starts goes second in the queue.
     """
     pending: list[Pending] = []
     waiting: list[tuple[Slab, Ready]] = []
 
     def send_waiting() -> None:
         if comm.size > 1:
-            pending.extend(start(slab, ready) for slab, ready in waiting)
+            pending.extend(_start(plan.op, slab, ready, comm, sent, received) for slab, ready in waiting)
         waiting.clear()
 
     for index, slab in enumerate(plan.slabs):
@@ -217,9 +202,21 @@ def _send_slabs(
         if index == 0 or between is None:
             send_waiting()
     if between is not None:
-        between()
+        between(sent)
     send_waiting()
     return pending
+
+
+def _start(
+    op: str, slab: Slab, ready: Ready, comm: Communicator, sent: torch.Tensor, received: torch.Tensor
+) -> Pending:
+    """The slab's collective; an all-reduce is done in place."""
+    source, target = sent[slab.start : slab.stop], received[slab.recv_start : slab.recv_stop]
+    if op == "all_reduce":
+        return comm.start(dist.all_reduce, source, ready=ready)
+    if op == "reduce_scatter":
+        return comm.start(reduce_scatter_single, target, source, ready=ready)
+    return comm.all_to_all(target, source, slab.recv_sizes, slab.send_sizes, ready)
 
 
 def _planned(

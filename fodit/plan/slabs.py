@@ -66,6 +66,12 @@ class Plan:
     send_size: int
     recv_size: int
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether all slabs are rows of one product as they lie, so that a plain product fills them."""
+        segments = (one for slab in self.slabs for one in slab.segments)
+        return len(self.widths) == 1 and all(one.cols == one.ld == self.widths[0] for one in segments)
+
 
 def slab_rows(rows: int, slabs: int | tuple[int, ...], align: int = 1) -> tuple[int, ...]:
     """Rows of each slab, whose borders are multiples of `align`.

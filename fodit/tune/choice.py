@@ -39,6 +39,11 @@ class Choice:
         return self.serial_ms / self.predicted_ms
 
     @property
+    def without_ms(self) -> float:
+        """Without overlap, measured if it was."""
+        return self.serial_ms if self.measured_serial_ms is None else self.measured_serial_ms
+
+    @property
     def plan(self) -> str:
         """The plan alone, as text."""
         if not self.overlap:
@@ -54,8 +59,7 @@ class Choice:
         serial 14.524 ms (tuned)'
         """
         measured = "" if self.measured_ms is None else f", measured {self.measured_ms:.3f} ms"
-        serial = self.serial_ms if self.measured_serial_ms is None else self.measured_serial_ms
-        times = f"predicted {self.predicted_ms:.3f} ms{measured}, serial {serial:.3f} ms"
+        times = f"predicted {self.predicted_ms:.3f} ms{measured}, serial {self.without_ms:.3f} ms"
         return f"{self.plan}; {times} ({self.source})"
 
 

@@ -57,6 +57,10 @@ class Clock:
         self, works: Sequence[Work], repeats: int = 7, warm_up: int = 2, lead_ms: float = LEAD_MS
     ) -> list[float]:
         """Median of each, all in turn in every round: clocks and link change within seconds, for all alike."""
+        return self.slowest(self.own(works, repeats, warm_up, lead_ms))
+
+    def own(self, works: Sequence[Work], repeats: int = 7, warm_up: int = 2, lead_ms: float = LEAD_MS) -> list[float]:
+        """`compare` for this rank alone, though all start together."""
         taken: list[list[float]] = [[] for _ in works]
         for index in range(repeats + warm_up):
             for work, times in zip(works, taken, strict=True):
@@ -66,7 +70,7 @@ class Clock:
                 torch.cuda.synchronize(self.device)
                 if index >= warm_up:
                     times.append(begin.elapsed_time(end))
-        return self.slowest([median(times) for times in taken])
+        return [median(times) for times in taken]
 
     def slowest(self, times: Sequence[float]) -> list[float]:
         """Of each time the longest on any rank."""

@@ -106,6 +106,22 @@ def read(path: Path, version: int) -> dict[str, Any]:
     return content
 
 
+def load(wanted: type[T], path: Path, version: int, name: str, wrong: str) -> T:
+    """The `wanted` that the object has by this name.
+
+    Args:
+        wrong: says of the path that there is no such thing in it.
+
+    Raises:
+        FileError: the file is broken or of another version.
+    """
+    content = read(path, version)
+    try:
+        return decode(wanted, content.get(name))
+    except ValueError as error:
+        raise FileError(f"{path} {wrong}: {error}; delete it and run `fodit tune`") from error
+
+
 def write(path: Path, version: int, content: dict[str, Any]) -> None:
     """Write as JSON, all of it or nothing: whoever reads the file meanwhile sees the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -43,9 +43,8 @@ def explain(
     lines = [f"{shape}", f"  plan        {choice.plan}", f"  predicted   {choice.predicted_ms:.3f} ms"]
     if choice.measured_ms is not None:
         lines.append(f"  measured    {choice.measured_ms:.3f} ms")
-    serial = choice.serial_ms if choice.measured_serial_ms is None else choice.measured_serial_ms
     kind = "predicted" if choice.measured_serial_ms is None else "measured"
-    lines.append(f"  serial      {serial:.3f} ms {kind}; the plan gains {choice.gain - 1:.1%}")
+    lines.append(f"  serial      {choice.without_ms:.3f} ms {kind}; the plan gains {choice.gain - 1:.1%}")
     lines.append(f"  bound       {bound_ms(known, op, m, n, k):.3f} ms, however it is overlapped")
     lines.append(f"  product     {_product(known, shape, choice)}")
     lines.append(f"  collective  {_collective(known, op, size, choice)}")

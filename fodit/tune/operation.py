@@ -5,14 +5,15 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from fodit.agreement import everyone
 from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
 from fodit.kernels.selftest import failure
+from fodit.models.ulysses import attend_groups, collect
 from fodit.ops.communicator import Communicator, Pending, Ready, all_gather_single, reduce_scatter_single
 from fodit.ops.executor import CudaExecutor, Executor, TorchExecutor, linear_segments
+from fodit.ops.gemm import Arrivals, send_slabs
 from fodit.plan import Plan, UlyssesLayout
 from fodit.tune.search import Shape
 
@@ -103,17 +104,7 @@ class Operation:
     ) -> list[Pending]:
         """The collective of every slab, under way."""
         executor = product(kernel, plan, sent, self.a, self.weights, self.biases, sms)
-        started = []
-        for index, slab in enumerate(plan.slabs):
-            ready = executor.fill(index)
-            source, target = sent[slab.start : slab.stop], received[slab.recv_start : slab.recv_stop]
-            if plan.op == "all_to_all":
-                started.append(self.comm.all_to_all(target, source, slab.recv_sizes, slab.send_sizes, ready))
-            elif plan.op == "reduce_scatter":
-                started.append(self.comm.start(reduce_scatter_single, target, source, ready=ready))
-            else:
-                started.append(self.comm.start(dist.all_reduce, source, ready=ready))
-        return started
+        return send_slabs(executor, plan, self.comm, sent, received)
 
 
 class Segment(Operation):
@@ -129,42 +120,18 @@ class Segment(Operation):
         self.out_weight = self.weights[0]
 
     def run(self, layout: UlyssesLayout, kernel: Kernel | None, sms: int) -> torch.Tensor:
-        plan = layout.projection_plan
+        plan, comm = layout.projection_plan, self.comm
         arrivals = []
         for _ in range(self.parts):
             sent, received = self.a.new_empty(plan.send_size), self.a.new_empty(plan.recv_size)
-            arrivals.append((self.start(plan, kernel, sms, sent, received), received))
-        returns = [self._attend(layout, plan, *one) for one in arrivals]
-        return torch.cat([self._collect(layout, one) for one in returns])
+            arrivals.append(Arrivals(plan, sent, received, self.start(plan, kernel, sms, sent, received)))
+        returns = [attend_groups(one, _copied, layout, comm, None) for one in arrivals]
+        attended = (collect(one, layout).flatten(0, 1) for one in returns)
+        return torch.cat([torch.mm(one, self.out_weight.t()) for one in attended])
 
-    def _attend(
-        self, layout: UlyssesLayout, plan: Plan, pending: list[Pending], received: torch.Tensor
-    ) -> list[tuple[Pending, torch.Tensor]]:
-        returns = []
-        for group, slab in enumerate(plan.slabs):
-            pending[group].wait()
-            heads = layout.group_heads(layout.rank, group)
-            shape = (layout.tokens, layout.batch, 3, heads, layout.head_dim)
-            raw = received[slab.recv_start : slab.recv_stop].view(shape)
-            query, key, value = (raw[:, :, i].permute(1, 2, 0, 3) for i in range(3))
-            attended = F.scaled_dot_product_attention(query.clone(), key.clone(), value)
-            sent = attended.permute(2, 0, 1, 3).contiguous().flatten()
-            send, recv = layout.return_sizes(group)
-            back = sent.new_empty(sum(recv))
-            returns.append((self.comm.all_to_all(back, sent, recv, send), back))
-        return returns
 
-    def _collect(self, layout: UlyssesLayout, returns: list[tuple[Pending, torch.Tensor]]) -> torch.Tensor:
-        dim = layout.head_dim
-        result = self.a.new_empty(layout.local_tokens, layout.batch, layout.heads * dim)
-        for group, (pending, received) in enumerate(returns):
-            pending.wait()
-            for rank, part in enumerate(received.split(layout.return_sizes(group)[1])):
-                first, last = layout.head_ranges[rank][group]
-                columns = result[:, :, first * dim : last * dim]
-                words = columns.view(torch.int64)  # torch copies strided rows an element at a time
-                words.copy_(part.view(columns.shape).view(torch.int64))
-        return torch.mm(result.flatten(0, 1), self.out_weight.t())
+def _copied(query: torch.Tensor, key: torch.Tensor, heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.clone(), key.clone()
 
 
 def shared_kernels(

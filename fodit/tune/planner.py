@@ -196,7 +196,7 @@ def planner_for(
     name = nearest(machine, known)
     start = with_kernels(known[name], kernels)
     if probing():
-        probed = probe(start, machine, comm, Clock(comm.device, control), dtype)
+        probed = probe(start, machine, comm, Clock(comm.device, control), kernels, dtype)
         return Planner(probed, f"predicted from the shipped profile {name}, scaled by a probe", plans, kernels, notes)
     return Planner(replace(start, machine=machine), f"predicted from the shipped profile {name}", plans, kernels, notes)
 

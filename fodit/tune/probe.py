@@ -12,7 +12,7 @@ from fodit.agreement import everyone
 from fodit.kernels.binding import Kernel
 from fodit.ops.communicator import Communicator
 from fodit.tune.clock import Clock, Work
-from fodit.tune.operation import collective, shared_kernels
+from fodit.tune.operation import collective
 from fodit.tune.predict import product_ms
 from fodit.tune.profile import CUBLAS, Curve, Machine, Product, Profile
 from fodit.tune.works import COLUMNS, Operands
@@ -31,7 +31,12 @@ def probing() -> bool:
 
 
 def probe(
-    known: Profile, machine: Machine, comm: Communicator, clock: Clock, dtype: torch.dtype = torch.bfloat16
+    known: Profile,
+    machine: Machine,
+    comm: Communicator,
+    clock: Clock,
+    kernels: Mapping[str, Kernel],
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Profile:
     """`known`, scaled to what is measured here: each collective by size, products by one product.
 
@@ -51,13 +56,19 @@ def probe(
         points = zip(SIZES, taken, strict=True)
         factors[op] = Curve(tuple((float(size), ms / known.alone[op](size)) for size, ms in points))
     how = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')}, probed; before that {known.taken}"
-    mine = known.rescaled(factors, _product_factor(known, machine, comm, clock, dtype), machine, how)
+    mine = known.rescaled(factors, _product_factor(known, machine, comm, clock, kernels, dtype), machine, how)
     return everyone(clock.control, mine)[0]
 
 
-def _product_factor(known: Profile, machine: Machine, comm: Communicator, clock: Clock, dtype: torch.dtype) -> float:
+def _product_factor(
+    known: Profile,
+    machine: Machine,
+    comm: Communicator,
+    clock: Clock,
+    kernels: Mapping[str, Kernel],
+    dtype: torch.dtype,
+) -> float:
     """Time of a product here over its predicted one, if only the number of SMs differed."""
-    kernels = shared_kernels(comm.device, clock.control, dtype)
     name, kernel = next(iter(kernels.items()), (CUBLAS, None))
     product = known.kernels[name]
     operands = Operands(comm, (product.tile_m, product.tile_n), PRODUCT_K, PRODUCT_ROWS, COLUMNS, dtype)

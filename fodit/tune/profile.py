@@ -5,9 +5,10 @@ The size of a collective is that of its whole input buffer; of an all-gather, of
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
+from itertools import pairwise
 from math import ceil, log
 from pathlib import Path
 
@@ -71,13 +72,8 @@ class Curve:
         return cls(tuple(reversed(points)))
 
     def __call__(self, size: float) -> float:
-        points = self.points
-        if size <= points[0][0]:
-            return points[0][1]
-        for (low, fast), (high, slow) in zip(points, points[1:], strict=False):
-            if size <= high:
-                return fast + (slow - fast) * (size - low) / (high - low)
-        return points[-1][1] * size / points[-1][0]
+        last, ms = self.points[-1]
+        return interpolate(self.points, size) if size <= last else ms * size / last
 
     def scaled(self, factors: "Curve") -> "Curve":
         """Times the factor of each size."""
@@ -85,13 +81,17 @@ class Curve:
 
     def between(self, size: float) -> float:
         """Interpolated over the size's logarithm, and constant beyond the points: for factors."""
-        points = self.points
-        if size <= points[0][0]:
-            return points[0][1]
-        for (low, one), (high, other) in zip(points, points[1:], strict=False):
-            if size <= high:
-                return one + (other - one) * log(size / low) / log(high / low)
-        return points[-1][1]
+        return interpolate([(log(at), factor) for at, factor in self.points], log(size))
+
+
+def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Linear between points, whose first numbers rise, and constant beyond them."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (low, one), (high, other) in pairwise(points):
+        if x <= high:
+            return one + (other - one) * (x - low) / (high - low)
+    return points[-1][1]
 
 
 @dataclass(frozen=True)
@@ -181,11 +181,7 @@ class Profile:
 
     def pace_at(self, free: int) -> float:
         """A tile's time relative to none left free."""
-        points = sorted(self.pace.items())
-        for (low, one), (high, other) in zip(points, points[1:], strict=False):
-            if low <= free <= high:
-                return one + (other - one) * (free - low) / (high - low)
-        return points[-1][1] if free else self.pace[0]
+        return interpolate(sorted(self.pace.items()), free)
 
     def rescaled(self, link: Mapping[str, Curve], product: float, machine: Machine, taken: str) -> "Profile":
         """For another machine: collectives take `link[op]` times as long (by size), products `product` times."""
@@ -220,14 +216,16 @@ class Profile:
         Raises:
             codec.FileError: the file is broken, of another version or of another machine.
         """
-        content = codec.read(path, VERSION)
-        try:
-            found = codec.decode(cls, content.get("profile"))
-        except ValueError as error:
-            raise codec.FileError(f"{path} is not a profile: {error}; delete it and run `fodit tune`") from error
-        if machine is not None and found.machine != machine:
-            raise codec.FileError(f"{path} is of another machine: {differences(found.machine, machine)}")
+        found = codec.load(cls, path, VERSION, "profile", "is not a profile")
+        if machine is not None:
+            check_machine(path, found.machine, machine)
         return found
+
+
+def check_machine(path: Path, found: Machine, wanted: Machine) -> None:
+    """Raise codec.FileError if what a file holds is of another machine."""
+    if found != wanted:
+        raise codec.FileError(f"{path} is of another machine: {differences(found, wanted)}")
 
 
 def differences(found: Machine, wanted: Machine) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fodit.tune import codec
 from fodit.tune.choice import Choice, shares_text
-from fodit.tune.profile import Machine, Profile, differences
+from fodit.tune.profile import Machine, Profile, check_machine
 from fodit.tune.search import Shape
 
 VERSION = 1
@@ -122,13 +122,8 @@ class Plans:
         Raises:
             codec.FileError: the file is broken, of another version or of another machine.
         """
-        content = codec.read(path, VERSION)
-        try:
-            found = codec.decode(cls, content.get("plans"))
-        except ValueError as error:
-            raise codec.FileError(f"{path} holds no plans: {error}; delete it and run `fodit tune`") from error
-        if found.machine != machine:
-            raise codec.FileError(f"{path} is of another machine: {differences(found.machine, machine)}")
+        found = codec.load(cls, path, VERSION, "plans", "holds no plans")
+        check_machine(path, found.machine, machine)
         return found
 
 
