@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fodit.kernels.binding import Kernel
+from fodit.models.sequence import DEFAULT_EXCHANGES
 from fodit.ops.communicator import Communicator
+from fodit.ops.gemm import DEFAULT_SLABS
 from fodit.plan import Plan, UlyssesLayout
 from fodit.tune.choice import TUNED, Choice, shares_text
 from fodit.tune.clock import Clock, Work
@@ -20,7 +22,7 @@ from fodit.tune.store import Attention, HeadGroups, Plans, plans_path
 TRIED, TRIED_GROUPS = 6, 5  # candidates measured for each shape, and head groups
 FINALISTS = 2  # measured again, with more repeats
 REPEATS, FINAL_REPEATS = 3, 7
-STATIC_SLABS, STATIC_GROUPS = (1,) * 8, (1,) * 5  # of the untuned default
+STATIC_SLABS, STATIC_GROUPS = (1,) * DEFAULT_SLABS, (1,) * DEFAULT_EXCHANGES  # where nobody plans
 Say = Callable[[str], None]
 
 
