@@ -126,25 +126,29 @@ def test_a_changed_weight_counts():
         assert torch.allclose(transformer(**given).sample, attached, atol=1e-5)
 
 
-def planned(make):
-    """With a planner, whose head groups are not the default."""
+def planned(make, groups_of, calls):
+    """With a planner, whose head groups and calls of attention are not the default."""
     transformer = make()
     given = inputs(transformer)
     with torch.no_grad():
         wanted = transformer(**given).sample
         made = groups(cfg=1)
         made.ulysses.planner = Planner(shipped()["h200-x2-no-p2p"])
-        made.ulysses.planner.head_groups = lambda *_: (1, 1)
+        made.ulysses.planner.head_groups = lambda *_: groups_of
+        made.ulysses.planner.attention_calls = lambda _: calls
         attach(transformer, made)
         found = transformer(**given).sample
     return torch.allclose(found, wanted, atol=1e-5), made.ulysses.planner.asked
 
 
+@pytest.mark.parametrize(("groups_of", "calls"), [((1, 1), ((1,), (1,))), ((1,), ((1, 1),))])
 @pytest.mark.parametrize("make", [wan, cogvideox])
-def test_planned(pool, make):
-    for right, asked in pool.run(2, planned, make):
+def test_planned(pool, make, groups_of, calls):
+    """Four heads on two ranks: in two groups, or in one that is attended in two calls."""
+    for right, asked in pool.run(2, planned, make, groups_of, calls):
         assert right
-        assert any("gemm + all_to_all" in line and "slabs 2" in line for line in asked)
+        slabs = "serial" if len(groups_of) == 1 else "slabs 2"
+        assert any("gemm + all_to_all" in line and slabs in line for line in asked)
 
 
 def watched_block(watch):

@@ -16,7 +16,18 @@ from fodit.tune import codec, store
 from fodit.tune.choice import Choice
 from fodit.tune.explain import explain
 from fodit.tune.planner import Planner, agreed_files
-from fodit.tune.predict import bound_ms, overlapped_ms, product_ms, serial_ms, slab_ends, slab_tiles, waves
+from fodit.tune.predict import (
+    attention_calls,
+    attention_ms,
+    bound_ms,
+    overlapped_ms,
+    product_ms,
+    segment_ms,
+    serial_ms,
+    slab_ends,
+    slab_tiles,
+    waves,
+)
 from fodit.tune.probe import like, with_kernels
 from fodit.tune.profile import CUBLAS, Beside, Curve, Machine, Product, Profile, nearest, shipped
 from fodit.tune.search import Candidate, Shape, as_choice, candidates, choose, partitions
@@ -67,6 +78,21 @@ def test_order_of_a_queue_is_kept():
         Task(COMPUTE, "c", 1.0, (3,)),
     ]
     assert simulate(tasks)[2:] == [(5.0, 6.0), (6.0, 7.0), (7.0, 8.0)]
+
+
+def test_held_tasks_start_between_others():
+    """x is ready at 1, during the first "hold" task, and starts at its end before the next one; y ends beside that."""
+    hold = frozenset({"hold"})
+    tasks = [
+        Task(COMPUTE, "a", 1.0),
+        Task(COMPUTE, "hold", 4.0),
+        Task(COMPUTE, "hold", 4.0),
+        Task(COMMUNICATION, "w", 2.0, (), {}, hold),
+        Task(COMMUNICATION, "x", 1.0, (0,), {}, hold),
+        Task(COMMUNICATION, "y", 1.0, (0,)),
+        Task(COMMUNICATION, "z", 1.0, (0,), {}, hold),
+    ]
+    assert simulate(tasks)[3:] == [(0.0, 2.0), (5.0, 6.0), (6.0, 7.0), (9.0, 10.0)]
 
 
 def test_circles_are_refused():
@@ -151,6 +177,47 @@ def test_overlapped_by_hand():
     assert serial_ms(profile, "all_reduce", 1024, 640, 64) == pytest.approx(
         4.25 + profile.alone["all_reduce"](2 * size)
     )
+
+
+def holding(**changes):
+    """Beside attention a small collective takes 1 ms longer: it has waited."""
+    profile = tiny_profile(**changes)
+    beside = profile.beside["all_to_all"] | {"attention": Beside(Curve(((1e6, 2.5), (101e6, 102.5))), 1.0)}
+    return replace(profile, beside=profile.beside | {"all_to_all": beside})
+
+
+def test_attention_calls():
+    """1280 tokens are ten blocks a head on ten SMs: a head takes 1.64 ms, and no call has idle SMs."""
+    layout = UlyssesLayout(0, 2, 1280, 1, 20, 128, (1, 4))
+    cost = 1000.0
+    long = {"attention_ms": {128: cost}}
+    assert attention_ms(tiny_profile(**long), 1, 1, 1280, 128) == pytest.approx(cost * 1280**2 / 1e9)
+    assert not tiny_profile().holds("all_to_all", "attention") and holding().holds("all_to_all", "attention")
+    assert attention_calls(tiny_profile(**long), layout) == ((2,), (8,)), "collectives need not wait"
+    assert attention_calls(holding(**long), layout) == ((1, 1), (1,) * 8)
+    assert attention_calls(holding(attention_ms={128: cost / 2}), layout) == ((2,), (2,) * 4)
+    # 1281 tokens are eleven blocks a head: of any call the last wave is nearly empty, of eight heads together least.
+    assert attention_calls(holding(**long), replace(layout, tokens=1281)) == ((2,), (8,))
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_what_holds_collectives_up(link):
+    """Seen on two H200: attention and cuBLAS, and kernels that leave no SM free; not in a green context of 24 SMs."""
+    profile = shipped()[f"h200-x2-{link}"]
+    for op, both in profile.beside.items():
+        held = {name for name in both if profile.holds(op, name)}
+        assert held == (set() if link == "consumer" else {"0", CUBLAS, "attention"} & set(both)), op
+
+
+def test_several_parts_hide_behind_each_other():
+    """Long enough an MLP hides the exchange of q, k and v, and a part's attention the way back of another's."""
+    line = Curve(((1e6, 1e-3), (101e6, 0.1)))
+    ops = ("all_reduce", "reduce_scatter", "all_to_all", "all_gather")
+    fast = tiny_profile(alone=dict.fromkeys(ops, line))
+    layout = UlyssesLayout(0, 2, 1280, 1, 4, 128, (1, 1))
+    one, two = (segment_ms(fast, layout, 512, "ampere_128x128x32", 2, parts) for parts in (1, 2))
+    mlp = product_ms(fast, 640, 2048, 512) + product_ms(fast, 640, 512, 2048)
+    assert two == pytest.approx(2 * one + 2 * mlp, rel=0.02)
 
 
 def test_curve():

@@ -1,1 +1,1 @@
-"""Benchmarks: operations (`python -m fodit.bench ops`) and steps of whole models (`... step`)."""
+"""Benchmarks: `python -m fodit.bench kernels`, operations (`... ops`), steps of whole models (`... step`)."""

@@ -1,10 +1,10 @@
-"""python -m fodit.bench ops|step --profile no-p2p ...   (under torchrun for several GPUs)"""
+"""python -m fodit.bench kernels|ops|step --profile no-p2p ...   (under torchrun for several GPUs)"""
 
 import argparse
 
 import torch.distributed as dist
 
-from fodit.bench import ops, step
+from fodit.bench import kernels, ops, step
 from fodit.bench.setting import PROFILES, Setting
 
 
@@ -12,6 +12,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fodit.bench", description="Benchmarks; run under torchrun.")
     commands = parser.add_subparsers(dest="command", required=True)
     for module, name, summary in (
+        (kernels, "kernels", "signaling kernels alone, next to cuBLAS"),
         (ops, "ops", "products with a collective, next to cuBLAS and NCCL"),
         (step, "step", "time per denoising step of a whole model, next to diffusers"),
     ):

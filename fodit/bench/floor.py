@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fodit.bench.setting import Setting
 
-SUSTAINED_MS = 1000.0  # clocks have settled by then
+SUSTAINED_MS = 3000.0  # clocks have settled by half of it
 FEWEST_LAYERS = 3
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 Call = Callable[[], Any]
@@ -140,7 +140,7 @@ def _fastest(setting: Setting, operation: Operation, dtype: torch.dtype) -> tupl
 
 
 def _chain_ms(setting: Setting, calls: list[Call], expected_ms: float) -> float:
-    """Median milliseconds of a layer in a run of layers back to back, about `SUSTAINED_MS` long."""
+    """Median milliseconds of a layer in the second half of a run of layers back to back, `SUSTAINED_MS` long."""
     layers = max(ceil(SUSTAINED_MS / expected_ms), FEWEST_LAYERS)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(layers + 1)]
     setting.barrier()
@@ -150,4 +150,5 @@ def _chain_ms(setting: Setting, calls: list[Call], expected_ms: float) -> float:
             call()
         mark.record()
     torch.cuda.synchronize()
-    return median(before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False))
+    settled = marks[layers // 2 :]
+    return median(before.elapsed_time(after) for before, after in zip(settled, settled[1:], strict=False))

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(setting: Setting, given: argparse.Namespace) -> None:
     """Measure, and save what is measured after each operation and shape."""
-    shapes = [tuple(int(n) for n in one.split(",")) for one in given.shapes.split("/")] if given.shapes else SHAPES
+    shapes = parse_shapes(given.shapes) if given.shapes else SHAPES
     own = dist.new_group(backend="nccl", pg_options=nccl_options(setting.max_ctas))
     comm = Communicator(own, setting.device)
     kernels = kernels_for(setting.device)
@@ -82,6 +82,11 @@ def run(setting: Setting, given: argparse.Namespace) -> None:
             f"over decomposed {_mean(mine, 'decomposed', 'fodit'):.3f}, "
             f"over serial {_mean(mine, 'serial', 'fodit'):.3f}, kernel / cuBLAS {_mean(mine, 'gemm', 'kernel'):.3f}"
         )
+
+
+def parse_shapes(text: str) -> list[tuple[int, ...]]:
+    """M,N,K/M,N,K/..."""
+    return [tuple(int(n) for n in one.split(",")) for one in text.split("/")]
 
 
 def _mean(rows: list[dict[str, Any]], above: str, below: str) -> float:

@@ -96,6 +96,12 @@ class ShardedSequence:
             )
         return self._layouts[key]
 
+    def attention_calls(self, layout: UlyssesLayout) -> tuple[tuple[int, ...], ...]:
+        """For each head group of this rank the heads of each call of attention: one call, unless planned otherwise."""
+        if self.comm.planner is not None:
+            return self.comm.planner.attention_calls(layout)
+        return tuple((layout.group_heads(layout.rank, group),) for group in range(layout.groups))
+
     def _chosen_groups(self, batch: int, dtype: torch.dtype, parts: int) -> int | tuple[int, ...]:
         if not self.pipelined:
             return 1

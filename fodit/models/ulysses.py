@@ -6,7 +6,7 @@
 All ranks start their collectives in the same order: q, k, v of every group, then the output of every group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -78,7 +78,8 @@ def _attend_shared(
         arrivals.append(_project(attn, part.flatten(0, 1), sequence, layout, between))
         if index == 0 and meanwhile is not None:
             meanwhile()
-    returns = [attend_groups(one, prepare, layout, sequence.comm, backend) for one in arrivals]
+    calls = sequence.attention_calls(layout)
+    returns = [attend_groups(one, prepare, layout, calls, sequence.comm, backend) for one in arrivals]
 
     @torch.compiler.disable
     def output(returned: Returns) -> torch.Tensor:
@@ -127,21 +128,40 @@ def _project(
 
 
 def attend_groups(
-    arrivals: Arrivals, prepare: Prepare, layout: UlyssesLayout, comm: Communicator, backend: Any
+    arrivals: Arrivals,
+    prepare: Prepare,
+    layout: UlyssesLayout,
+    calls: Sequence[tuple[int, ...]],
+    comm: Communicator,
+    backend: Any,
 ) -> Returns:
-    """Attention of this rank's heads, group after group, on its way back to the ranks that hold the tokens."""
+    """Attention of this rank's heads, group after group, on its way back to the ranks that hold the tokens.
+
+    `calls` are the heads of each call of attention in each group: some kernels let no collective in before they end.
+    """
     dim = layout.head_dim
     returns: Returns = []
     for group in range(layout.groups):
         heads = layout.head_ranges[layout.rank][group]
         raw = arrivals.wait(group).view(layout.tokens, layout.batch, 3, heads[1] - heads[0], dim)
         query, key = prepare(raw[:, :, 0], raw[:, :, 1], heads)
-        attended = _attention(query, key, raw[:, :, 2], backend)
-        sent = attended.transpose(0, 1).contiguous().flatten()  # a copy only if the backend changed the layout
+        sent = _attended(query, key, raw[:, :, 2], calls[group], backend).flatten()
         send, recv = layout.return_sizes(group)
         received = sent.new_empty(sum(recv))
         returns.append((comm.all_to_all(received, sent, recv, send), received))
     return returns
+
+
+def _attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: tuple[int, ...], backend: Any
+) -> torch.Tensor:
+    """[token, batch, head, dim] each → the same, contiguous; in calls of so many heads."""
+    if len(calls) == 1:
+        return _attention(query, key, value, backend).transpose(0, 1).contiguous()  # a copy only in another layout
+    result = query.new_empty(query.shape)
+    for part, q, k, v in zip(*(one.split(calls, dim=2) for one in (result, query, key, value)), strict=True):
+        _copy(part, _attention(q, k, v, backend).transpose(0, 1))
+    return result
 
 
 def collect(returns: Returns, layout: UlyssesLayout) -> torch.Tensor:

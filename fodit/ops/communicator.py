@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fodit.plan import Plan
+from fodit.plan import Plan, UlyssesLayout
 from fodit.timeline import COMMUNICATION, EXPOSED, Timeline
 
 # torch 2.13 renamed them.
@@ -101,6 +101,9 @@ class Planner(Protocol):
         self, tokens: int, batch: int, heads: int, head_dim: int, parts: int, dtype: torch.dtype
     ) -> tuple[int, ...]:
         """Relative sizes of the groups in which an attention's heads are exchanged."""
+
+    def attention_calls(self, layout: UlyssesLayout) -> tuple[tuple[int, ...], ...]:
+        """For each head group the heads of each call of attention."""
 
 
 class Communicator:

@@ -18,7 +18,7 @@ from fodit.agreement import everyone
 from fodit.ops.communicator import Communicator, Pending, Ready
 from fodit.tune.clock import LEAD_MS, Clock, Work
 from fodit.tune.operation import collective, shared_kernels
-from fodit.tune.predict import ATTENTION, BLOCK_ROWS, waves
+from fodit.tune.predict import ATTENTION, attention_waves, waves
 from fodit.tune.profile import COLLECTIVES, CUBLAS, Beside, Curve, Machine, Product, Profile
 from fodit.tune.works import ATTENTION_HEADS, ATTENTION_TOKENS, COLUMNS, Attention, LongWork, Operands, Reached, Started
 
@@ -188,9 +188,8 @@ class _Measuring:
     def _attention(self, dim: int) -> float:
         """Of 1e9 query-key pairs of one head, if all SMs were at work all the time."""
         work = Attention(dim, self.comm.device, self.dtype)
-        blocks = ATTENTION_HEADS * ceil(ATTENTION_TOKENS / BLOCK_ROWS)
-        full = waves(blocks, self.machine.compute_sms) * self.machine.compute_sms / blocks
-        return self.clock.ms(work) / (work.pairs / 1e9) / full
+        idle = attention_waves(ATTENTION_HEADS, ATTENTION_TOKENS, self.machine.compute_sms)
+        return self.clock.ms(work) / (work.pairs / 1e9) / idle
 
     def _long_attention(self) -> LongWork:
         work = Attention(128, self.comm.device, self.dtype)

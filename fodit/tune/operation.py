@@ -15,6 +15,7 @@ from fodit.ops.communicator import Communicator, Pending, Ready, all_gather_sing
 from fodit.ops.executor import CudaExecutor, Executor, TorchExecutor, linear_segments
 from fodit.ops.gemm import Arrivals, send_slabs
 from fodit.plan import Plan, UlyssesLayout
+from fodit.tune.predict import MLP_RATIO
 from fodit.tune.search import Shape
 
 WEIGHT_STD = 0.02
@@ -108,26 +109,36 @@ class Operation:
 
 
 class Segment(Operation):
-    """A layer's attention under Ulysses: q, k and v, the exchange, attention, the way back and the out projection.
-
-    The batch goes in `parts`, the exchange of one beside the computation of another. Norm and rotation of q and k are
-    a copy.
-    """
+    """A layer's attention under Ulysses, as `predict.segment_ms` has it. Norm and rotation of q and k are a copy."""
 
     def __init__(self, shape: Shape, comm: Communicator, parts: int = 1) -> None:
         super().__init__(shape, comm)
         self.parts = parts
         self.out_weight = self.weights[0]
+        sizes = ((MLP_RATIO * shape.k, shape.k), (shape.k, MLP_RATIO * shape.k))
+        self._mlp_weights = [self.a.new_empty(size).normal_(std=WEIGHT_STD) for size in sizes]
 
-    def run(self, layout: UlyssesLayout, kernel: Kernel | None, sms: int) -> torch.Tensor:
+    def run(
+        self, layout: UlyssesLayout, calls: Sequence[tuple[int, ...]], kernel: Kernel | None, sms: int
+    ) -> torch.Tensor:
         plan, comm = layout.projection_plan, self.comm
         arrivals = []
-        for _ in range(self.parts):
+        for part in range(self.parts):
             sent, received = self.a.new_empty(plan.send_size), self.a.new_empty(plan.recv_size)
             arrivals.append(Arrivals(plan, sent, received, self.start(plan, kernel, sms, sent, received)))
-        returns = [attend_groups(one, _copied, layout, comm, None) for one in arrivals]
-        attended = (collect(one, layout).flatten(0, 1) for one in returns)
-        return torch.cat([torch.mm(one, self.out_weight.t()) for one in attended])
+            if part == 0 and self.parts > 1:
+                self._mlp(self.a)
+        returns = [attend_groups(one, _copied, layout, calls, comm, None) for one in arrivals]
+        outputs = []
+        for part, one in enumerate(returns):
+            outputs.append(torch.mm(collect(one, layout).flatten(0, 1), self.out_weight.t()))
+            if part + 1 < self.parts:
+                self._mlp(outputs[-1])
+        return torch.cat(outputs)
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self._mlp_weights
+        return torch.mm(torch.mm(x, first.t()), second.t())
 
 
 def _copied(query: torch.Tensor, key: torch.Tensor, heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import gcd
 
 import torch
@@ -16,7 +16,7 @@ from fodit.tune.clock import Clock
 from fodit.tune.codec import FileError
 from fodit.tune.measure import this_machine
 from fodit.tune.operation import shared_kernels
-from fodit.tune.predict import overlapped_ms, segment_ms, serial_ms
+from fodit.tune.predict import attention_calls, overlapped_ms, segment_ms, serial_ms
 from fodit.tune.probe import probe, probing, with_kernels
 from fodit.tune.profile import CUBLAS, Machine, Profile, nearest, shipped
 from fodit.tune.reason import reason
@@ -57,6 +57,7 @@ class Planner:
         self._choice = lru_cache(KEPT)(self._find)
         self._product = lru_cache(KEPT)(self._find_product)
         self._groups = lru_cache(KEPT)(self._find_groups)
+        self._calls = lru_cache(KEPT)(partial(attention_calls, profile))
 
     @property
     def ranks(self) -> int:
@@ -87,6 +88,10 @@ class Planner:
     ) -> tuple[int, ...]:
         """Relative sizes of the head groups of an Ulysses attention; arguments as in `store.Attention`."""
         return self.attention(Attention(tokens, batch, parts, heads, head_dim, self.ranks, name_of(dtype))).shares
+
+    def attention_calls(self, layout: UlyssesLayout) -> tuple[tuple[int, ...], ...]:
+        """For each head group of this rank the heads of each call of attention; see `predict.attention_calls`."""
+        return self._calls(layout)
 
     def attention(self, attention: Attention) -> HeadGroups:
         """Head groups with their times."""

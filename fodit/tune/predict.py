@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
-from fodit.plan import Plan, UlyssesLayout
+from fodit.plan import Plan, UlyssesLayout, split_sizes
 from fodit.tune.profile import CUBLAS, Product, Profile
 from fodit.tune.simulate import COMMUNICATION, COMPUTE, Task, simulate
 
 ITEMSIZE = 2  # bytes of bf16 and fp16
 PRODUCT, ATTENTION, COPY = "product", "attention", "copy"
 BLOCK_ROWS = 128  # query rows that an attention kernel's block attends
+LONGEST_CALL_MS, SPARE = 2.0, 0.015  # of an attention call, and how much longer shorter calls may take together
+MLP_RATIO = 4  # columns of CogVideoX's first MLP product over its input's
 HALF_FULL = 0.5
 REREAD_SHOWN = 0.5
 
@@ -79,10 +81,10 @@ def slab_tasks(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> 
         lengths = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
         lengths[1:] = [length + reread_ms(profile, plan, k) for length in lengths[1:]]
     name = context(kernel, free)
-    tasks = [Task(COMPUTE, PRODUCT, length, slowed={op: profile.beside[op][name].slowed}) for length in lengths]
+    kind = CUBLAS if kernel == CUBLAS else PRODUCT
+    tasks = [Task(COMPUTE, kind, length, slowed={op: profile.beside[op][name].slowed}) for length in lengths]
     for index, slab in enumerate(plan.slabs):
-        size = (slab.stop - slab.start) * ITEMSIZE
-        tasks.append(_collective(profile, op, size, (index,), {PRODUCT: name}))
+        tasks.append(_collective(profile, op, (slab.stop - slab.start) * ITEMSIZE, index, name))
     return tasks
 
 
@@ -101,23 +103,59 @@ def context(kernel: str, free: int) -> str:
     return CUBLAS if kernel == CUBLAS else str(free)
 
 
-def _collective(profile: Profile, op: str, size: float, after: tuple[int, ...], others: dict[str, str]) -> Task:
-    """A collective, slowed beside tasks of the kinds in `others`, which name what was measured beside it."""
+def _collective(profile: Profile, op: str, size: float, after: int, product: str) -> Task:
+    """A collective, slowed or held up by what runs beside it: signaling kernels as `product` was measured, and others.
+
+    Slabs of a signaling kernel are tasks of their own, but it is one kernel: nothing gets in between them.
+    """
     alone = profile.alone[op](size)
+    others = {kind: kind for kind in (CUBLAS, ATTENTION) if kind in profile.beside[op]}
+    held = frozenset(kind for kind in others if profile.holds(op, kind))
     slowed = {
         kind: max(profile.beside[op][name].curve(size) / alone, 1.0)
-        for kind, name in others.items()
-        if name in profile.beside[op]
+        for kind, name in {PRODUCT: product, **others}.items()
+        if kind not in held
     }
-    return Task(COMMUNICATION, op, alone + profile.wait_ms, after, slowed)
+    return Task(COMMUNICATION, op, alone + profile.wait_ms, (after,), slowed, held)
 
 
 def attention_ms(profile: Profile, batch: int, heads: int, tokens: int, dim: int) -> float:
-    """Attention of whole sequences by a kernel with one block an SM."""
+    """One call of attention over whole sequences, by a kernel with one block an SM."""
     known = min(profile.attention_ms, key=lambda one: abs(one - dim))
-    blocks = batch * heads * ceil(tokens / BLOCK_ROWS)
-    full = waves(blocks, profile.machine.compute_sms) * profile.machine.compute_sms / blocks
-    return profile.attention_ms[known] * dim / known * batch * heads * tokens**2 / 1e9 * full
+    idle = attention_waves(batch * heads, tokens, profile.machine.compute_sms)
+    return profile.attention_ms[known] * dim / known * batch * heads * tokens**2 / 1e9 * idle
+
+
+def attention_waves(heads: int, tokens: int, sms: int) -> float:
+    """How many times longer attention takes than with all SMs at work all the time: its last wave is not full."""
+    blocks = heads * ceil(tokens / BLOCK_ROWS)
+    return ceil(blocks / sms) * sms / blocks
+
+
+def attention_calls(profile: Profile, layout: UlyssesLayout) -> tuple[tuple[int, ...], ...]:
+    """For each head group the heads of each call of attention.
+
+    Where attention keeps collectives from starting, long calls are divided, so that collectives get in between them.
+    Not where the calls' last waves, which do not fill the GPU, would cost more than a little.
+    """
+    groups = [layout.group_heads(layout.rank, group) for group in range(layout.groups)]
+    if not profile.holds("all_to_all", ATTENTION):
+        return tuple((heads,) for heads in groups)
+
+    def ms(heads: int) -> float:
+        return attention_ms(profile, layout.batch, heads, layout.tokens, layout.head_dim)
+
+    def divided(heads: int) -> tuple[int, ...]:
+        best: tuple[int, ...] = (heads,)
+        for count in range(2, heads + 1):
+            if ms(max(best)) <= LONGEST_CALL_MS:
+                break
+            calls = split_sizes(heads, count)
+            if sum(map(ms, calls)) <= ms(heads) * (1 + SPARE):
+                best = calls
+        return best
+
+    return tuple(divided(heads) for heads in groups)
 
 
 def copy_ms(profile: Profile, size: float) -> float:
@@ -129,22 +167,28 @@ def segment_ms(profile: Profile, layout: UlyssesLayout, width: int, kernel: str,
     """A layer's attention under Ulysses: q, k and v product, exchange, attention, the way back, out projection.
 
     The batch goes in `parts` of the layout's size: first the products of all, then the attentions of all, then their
-    out projections. q and k are read and written once more when they arrive (normalised and rotated), the result once
-    when it returns.
+    out projections. With several parts each one's MLP counts, too: the one of the first part hides the exchange of the
+    next, and the last one's is put off until the next layer has its first product under way. q and k are read and
+    written once more when they arrive (normalised and rotated), the result once when it returns.
     """
     tasks: list[Task] = []
     arrivals, returns = [], []
-    for _ in range(parts):
+    local, dim = layout.batch * layout.local_tokens, layout.head_dim
+    mlp = product_ms(profile, local, MLP_RATIO * width, width) + product_ms(profile, local, width, MLP_RATIO * width)
+    for part in range(parts):
         arrivals.append(_add_products(tasks, profile, layout, width, kernel, free))
+        if part == 0 and parts > 1:
+            tasks.append(Task(COMPUTE, CUBLAS, mlp))
     for arrived in arrivals:
         returns.append(_add_attentions(tasks, profile, layout, arrived, context(kernel, free)))
-    local, dim = layout.batch * layout.local_tokens, layout.head_dim
-    for returned in returns:
+    for part, returned in enumerate(returns):
         for group, before in enumerate(returned):
             heads = sum(layout.group_heads(rank, group) for rank in range(layout.ranks))
             tasks.append(Task(COMPUTE, COPY, copy_ms(profile, local * heads * dim * ITEMSIZE), (before,)))
-        tasks.append(Task(COMPUTE, PRODUCT, product_ms(profile, local, width, layout.heads * dim)))
-    return simulate(tasks)[-1][1]
+        tasks.append(Task(COMPUTE, CUBLAS, product_ms(profile, local, width, layout.heads * dim)))
+        if part + 1 < parts:
+            tasks.append(Task(COMPUTE, CUBLAS, mlp))
+    return max(end for _, end in simulate(tasks))
 
 
 def _add_products(
@@ -164,14 +208,15 @@ def _add_attentions(
     op, returned = "all_to_all", []
     beside = profile.beside[op].get(ATTENTION)
     slowed = {op: beside.slowed} if beside is not None else {}
-    for group, before in enumerate(arrived):
-        heads = layout.group_heads(layout.rank, group)
-        size = layout.tokens * layout.batch * heads * layout.head_dim * ITEMSIZE
-        taken = copy_ms(profile, 2 * size)
-        taken += attention_ms(profile, layout.batch, heads, layout.tokens, layout.head_dim)
-        tasks.append(Task(COMPUTE, ATTENTION, taken, (before,), slowed))
-        others = {PRODUCT: product, ATTENTION: ATTENTION}
-        tasks.append(_collective(profile, op, size, (len(tasks) - 1,), others))
+    for before, calls in zip(arrived, attention_calls(profile, layout), strict=True):
+        size = layout.tokens * layout.batch * sum(calls) * layout.head_dim * ITEMSIZE
+        tasks.append(Task(COMPUTE, COPY, copy_ms(profile, 2 * size), (before,)))
+        for heads in calls:
+            taken = attention_ms(profile, layout.batch, heads, layout.tokens, layout.head_dim)
+            tasks.append(Task(COMPUTE, ATTENTION, taken, (), slowed))
+        if len(calls) > 1:
+            tasks.append(Task(COMPUTE, COPY, copy_ms(profile, size)))
+        tasks.append(_collective(profile, op, size, len(tasks) - 1, product))
         returned.append(len(tasks) - 1)
     return returned
 

@@ -17,6 +17,7 @@ from fodit.tune import codec
 VERSION = 1
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_to_all", "all_gather")
 CUBLAS = "cublas"  # among the kernels of a profile
+HELD_MS = 0.2  # a small collective that takes that much longer beside something has waited for its end
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,17 @@ class Profile:
     def free_sms(self, op: str) -> list[int]:
         """Numbers of SMs a product may leave free, beside which the collective was measured."""
         return sorted(int(name) for name in self.beside[op] if name.isdigit())
+
+    def holds(self, op: str, name: str) -> bool:
+        """Whether a collective cannot start while what was measured as `name` runs.
+
+        So it is with kernels that give no SM back before their end: cuBLAS' and cuDNN's persistent ones on Hopper.
+        """
+        beside = self.beside[op].get(name)
+        if beside is None:
+            return False
+        size, taken = beside.curve.points[0]
+        return taken - self.alone[op](size) > HELD_MS
 
     def pace_at(self, free: int) -> float:
         """A tile's time relative to none left free."""

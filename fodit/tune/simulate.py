@@ -3,6 +3,7 @@
 One queue is the compute stream, the other the communication stream. Tasks of a queue run one after the other, in the
 order given; a task starts when the task ahead of it in its queue and all tasks it comes `after` have ended. While both
 queues are at work each slows the other: a task that takes t alone takes `t * slowed[kind]` beside one of that kind.
+Beside a kind in `held` it does not even start: kernels that hold all SMs to their end let a collective in between them.
 
     compute   [ product, slab 0 ][ product, slab 1 ]      [ attention 0 ] ...
     comm                         [ all-to-all 0 ][ all-to-all 1 ]
@@ -24,6 +25,7 @@ class Task:
         ms: its time with the other queue idle.
         after: indices of tasks that must have ended before it starts.
         slowed: how many times longer it takes beside a task of that kind; 1 where nothing is given.
+        held: kinds of tasks beside which it cannot start.
     """
 
     queue: int
@@ -31,6 +33,7 @@ class Task:
     ms: float
     after: tuple[int, ...] = ()
     slowed: Mapping[str, float] = field(default_factory=dict)
+    held: frozenset[str] = frozenset()
 
 
 def simulate(tasks: Sequence[Task]) -> list[tuple[float, float]]:
@@ -47,10 +50,11 @@ def simulate(tasks: Sequence[Task]) -> list[tuple[float, float]]:
     now = 0.0
     running: list[int | None] = [None, None]
     while True:
-        for queue, order in enumerate(queues):
-            if running[queue] is None and heads[queue] < len(order):
-                head = order[heads[queue]]
-                if all(end[before] is not None for before in tasks[head].after):
+        for queue in (COMMUNICATION, COMPUTE):  # whose priority is higher goes first
+            if running[queue] is None and heads[queue] < len(queues[queue]):
+                head, other = queues[queue][heads[queue]], running[1 - queue]
+                let_in = other is None or tasks[other].kind not in tasks[head].held
+                if let_in and all(end[before] is not None for before in tasks[head].after):
                     running[queue], start[head] = head, now
         active = [task for task in running if task is not None]
         if not active:

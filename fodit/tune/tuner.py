@@ -13,7 +13,7 @@ from fodit.tune.choice import TUNED, Choice, shares_text
 from fodit.tune.clock import Clock, Work
 from fodit.tune.operation import Operation, Segment
 from fodit.tune.planner import fastest_product, predicted_groups, ranked_products
-from fodit.tune.predict import serial_ms
+from fodit.tune.predict import attention_calls, serial_ms
 from fodit.tune.profile import CUBLAS, Profile
 from fodit.tune.search import LEAST_GAIN, Candidate, Shape, candidates
 from fodit.tune.shapes import Model
@@ -122,7 +122,8 @@ class Tuner:
     def _segment_way(self, segment: Segment, attention: Attention, shares: tuple[int, ...]) -> Work:
         layout: UlyssesLayout = attention.projection.layout(shares, self.comm.rank)
         best = fastest_product(self.profile, layout.projection_plan, attention.width, self.kernels)
-        return partial(segment.run, layout, self.kernels.get(best.kernel), self._sms(best.free_sms))
+        calls = attention_calls(self.profile, layout)
+        return partial(segment.run, layout, calls, self.kernels.get(best.kernel), self._sms(best.free_sms))
 
     def _sms(self, free: int) -> int:
         return self.profile.machine.compute_sms - free

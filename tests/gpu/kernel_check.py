@@ -1,20 +1,18 @@
-"""Correctness and speed of the kernel library on one GPU, with ctypes and torch alone.
+"""Correctness of the kernel library on one GPU, with ctypes and torch alone.
 
-    python kernel_check.py check|stress|special|small|host|time LIBRARY... [--kernel TEXT] [--seconds S]
+    python kernel_check.py check|stress|special|small|host LIBRARY... [--kernel TEXT] [--seconds S]
 
 check   odd shapes, several weights, permuted storage, dtypes, bias, activation, strides, repeats, bad input
 stress  a second stream copies each slab as soon as its counter allows, while the product and another go on
 special graph replay, and a stream of 24 SMs
 small   a few tiny products, meant to run under compute-sanitizer
 host    host time of one launch
-time    every kernel of every library against cuBLAS, side by side, medians
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import functools
 import itertools
 import os
 import random
@@ -450,81 +448,15 @@ def host(library: Library, text: str) -> int:
     return 0
 
 
-SHAPES = [
-    (17776, 3072, 6144), (32760, 5120, 5120), (32760, 5120, 6912), (16380, 15360, 5120), (16380, 13824, 5120),
-    (8192, 8192, 4096), (17776, 3072, 1536), (8888, 9216, 3072),
-]  # fmt: skip
-
-
-def timing(
-    libraries: list[Library],
-    text: str,
-    seconds: float,
-    groups: list[int],
-    tickets: list[bool],
-    shapes: list[tuple[int, int, int]],
-    gelu: bool,
-) -> int:
-    """Rounds of one launch of everything in shuffled order, `seconds` for each shape; medians."""
-    rng = random.Random(0)
-    variants = [
-        (library, name, group, ticket)
-        for library in libraries
-        for name in chosen(library, text)
-        for group in groups
-        for ticket in tickets
-    ]
-    header = [f"{lib.name}/{name}/{group}{'t' * ticket}" for lib, name, group, ticket in variants]
-    print("M, N, K | cuBLAS ms TFLOP/s | cuBLAS's time over that of " + " | ".join(header), flush=True)
-    for m, n, k in shapes:
-        regions, size = plain(m, [n])
-        products = [
-            Product(library, name, m, [n], k, regions, size, group=group, ticket=ticket, gelu=gelu, bias=gelu)
-            for library, name, group, ticket in variants
-        ]
-        for product in products[1:]:
-            product.a, product.w, product.out = products[0].a, products[0].w, products[0].out
-            product.args = product.arguments()
-        a, w = products[0].a, products[0].w[0]
-        out = torch.empty(m, n, dtype=a.dtype, device="cuda")
-        calls = [functools.partial(torch.mm, a, w.T, out=out), *(product.launch for product in products)]
-        spent: list[list[float]] = [[] for _ in calls]
-        begun = time.monotonic()
-        while time.monotonic() - begun < 1.5 * seconds:
-            order = list(range(len(calls)))
-            rng.shuffle(order)
-            events = {}
-            for i in order:
-                before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                before.record()
-                calls[i]()
-                after.record()
-                events[i] = (before, after)
-            torch.cuda.synchronize()
-            if time.monotonic() - begun > 0.5 * seconds:  # clocks and power have settled
-                for i, (before, after) in events.items():
-                    spent[i].append(before.elapsed_time(after))
-        blas, *ours = (statistics.median(times) for times in spent)
-        row = " | ".join(f"{blas / t:.3f}" for t in ours)
-        print(f"{m}, {n}, {k} | {blas:.3f} {2e-9 * m * n * k / blas:.0f} | {row}", flush=True)
-        del products, calls, product
-    return 0
-
-
 def main() -> int:
     keep = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=keep)
-    parser.add_argument("what", choices=("check", "stress", "special", "small", "host", "time"))
-    parser.add_argument("library", nargs="+")
+    parser.add_argument("what", choices=("check", "stress", "special", "small", "host"))
+    parser.add_argument("library")
     parser.add_argument("--kernel", default="hopper", help="parts of kernel names, comma-separated")
     parser.add_argument("--seconds", type=float, default=30)
-    parser.add_argument("--groups", type=int, nargs="+", default=[16])
-    parser.add_argument("--gelu", action="store_true", help="time with bias and activation (cuBLAS: without)")
-    parser.add_argument("--shapes", type=int, nargs="+", default=range(len(SHAPES)), help="which to time")
-    parser.add_argument("--tickets", type=int, nargs="+", default=[1])
     arguments = parser.parse_args()
-    libraries = [Library(os.path.abspath(path)) for path in arguments.library]
-    library = libraries[0]
+    library = Library(os.path.abspath(arguments.library))
     text, seconds = arguments.kernel, arguments.seconds
     match arguments.what:
         case "check":
@@ -535,12 +467,8 @@ def main() -> int:
             return special(library, text)
         case "small":
             return small(library, text)
-        case "host":
-            return host(library, text)
         case _:
-            tickets = [bool(t) for t in arguments.tickets]
-            shapes = [SHAPES[i] for i in arguments.shapes]
-            return timing(libraries, text, seconds, arguments.groups, tickets, shapes, arguments.gelu)
+            return host(library, text)
 
 
 if __name__ == "__main__":

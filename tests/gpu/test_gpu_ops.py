@@ -12,7 +12,7 @@ from fodit.ops import Communicator, gemm_all_reduce, gemm_all_to_all, gemm_reduc
 from fodit.parallel import initialise, nccl_options, rank_device
 from fodit.plan import UlyssesLayout, all_reduce_plan, reduce_scatter_plan, split_ranges
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu
 CALLS = int(os.environ.get("FODIT_STRESS_CALLS", "1000"))
 QUEUED = 10
 OPS = ("all_reduce", "reduce_scatter", "all_to_all")

@@ -39,7 +39,7 @@ def run(folder, kind, parallel, options):
     return found, pipe.report.notes, pipe.report.ranks[0].median_step
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 @pytest.mark.parametrize("parallel", [{"cfg": 1}, {"cfg": 2}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_gpus(pool, tiny, plain, kind, parallel):
@@ -51,7 +51,7 @@ def test_two_gpus(pool, tiny, plain, kind, parallel):
     assert step.communication_s > 0
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 @pytest.mark.parametrize("kind", ["cogvideox-rope", "wan2.2"])
 def test_offload(pool, tiny, plain, kind, offload):
