@@ -20,6 +20,7 @@ from fodit.tune.predict import (
     attention_calls,
     attention_ms,
     bound_ms,
+    least_ms,
     overlapped_ms,
     product_ms,
     segment_ms,
@@ -30,7 +31,7 @@ from fodit.tune.predict import (
 )
 from fodit.tune.probe import like, with_kernels
 from fodit.tune.profile import CUBLAS, Beside, Curve, Machine, Product, Profile, nearest, shipped
-from fodit.tune.search import Candidate, Shape, as_choice, candidates, choose, partitions
+from fodit.tune.search import Candidate, Shape, as_choice, candidates, choose, partitions, products, ways
 from fodit.tune.shapes import model
 from fodit.tune.simulate import COMMUNICATION, COMPUTE, Task, simulate
 from fodit.tune.store import Attention, HeadGroups, Plans
@@ -317,6 +318,30 @@ def test_search_finds_what_all_candidates_would(link):
         )
         found = candidates(profile, shape)
         assert found == sorted(found) and found[0].predicted_ms <= everything * 1.01
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("op", ["all_reduce", "all_to_all"])
+def test_the_few_best_are_those_of_all(link, op):
+    """What is ruled out without being simulated is no better; the first few are exact."""
+    profile, shape = shipped()[f"h200-x2-{link}"], Shape(op, 8888, 9216, 3072, 2, "bfloat16", 3, 64)
+    everything = candidates(profile, shape)
+    for most in (1, 6):
+        few = candidates(profile, shape, most=most)
+        assert [one.predicted_ms for one in few] == [one.predicted_ms for one in everything[:most]]
+    plan = shape.plan((1, 2, 1))
+    assert products(profile, plan, shape.k, None, 1)[0] == products(profile, plan, shape.k, None)[0]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_least_is_not_more(link):
+    """Of every kernel, number of free SMs and some partitions."""
+    profile = shipped()[f"h200-x2-{link}"]
+    for shape in (Shape("reduce_scatter", 17776, 3072, 1536, 2), Shape("all_to_all", 2222, 1536, 640, 2)):
+        for slabs in partitions(shape.most_slabs)[::9]:
+            for kernel, free in [(CUBLAS, 0), *ways(profile, shape.op, None)]:
+                case = (profile, shape.plan(slabs), shape.k, kernel, free)
+                assert least_ms(*case) <= overlapped_ms(*case) * (1 + 1e-9)
 
 
 def test_serial_where_nothing_is_gained():

@@ -16,16 +16,17 @@ from fodit.tune.clock import Clock
 from fodit.tune.codec import FileError
 from fodit.tune.measure import this_machine
 from fodit.tune.operation import shared_kernels
-from fodit.tune.predict import attention_calls, overlapped_ms, segment_ms, serial_ms
+from fodit.tune.predict import attention_calls, segment_ms, serial_ms
 from fodit.tune.probe import probe, probing, with_kernels
 from fodit.tune.profile import CUBLAS, Machine, Profile, nearest, shipped
 from fodit.tune.reason import reason
-from fodit.tune.search import UNSURE, Candidate, Shape, choose, partitions, usable_kernels
+from fodit.tune.search import UNSURE, Shape, choose, partitions, products
 from fodit.tune.store import Attention, HeadGroups, Plans, stored_plans, stored_profile
 
 MEASURED = "predicted from the measured profile"
 KEPT = 1024  # answers
 MOST_GROUPS = 8
+AS_GOOD = 0.01  # longer; what the host does for each exchange is not predicted
 
 
 class Planner:
@@ -124,7 +125,7 @@ class Planner:
         ]
         if tuned:
             return replace(tuned[0], slabs=slabs, overlap=len(slabs) > 1)
-        best = fastest_product(self.profile, plan, k, self.kernels)
+        (best,) = products(self.profile, plan, k, self.kernels, 1)
         serial = serial_ms(self.profile, plan.op, plan.rows, n, k)
         kernel = None if best.kernel == CUBLAS else best.kernel
         return Choice(
@@ -142,35 +143,23 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def ranked_products(profile: Profile, plan: Plan, k: int, kernels: Iterable[str] | None) -> list[Candidate]:
-    """A plan that is given, by every kernel and number of free SMs; best first."""
-    usable = usable_kernels(profile, kernels)
-    frees = [0] if usable == [CUBLAS] else profile.free_sms(plan.op)
-    slabs = tuple(slab.stop - slab.start for slab in plan.slabs)
-    return sorted(
-        Candidate(overlapped_ms(profile, plan, k, name, free), slabs, name, free) for name in usable for free in frees
-    )
-
-
-def fastest_product(profile: Profile, plan: Plan, k: int, kernels: Iterable[str] | None) -> Candidate:
-    return ranked_products(profile, plan, k, kernels)[0]
-
-
 def predicted_groups(
     profile: Profile, attention: Attention, kernels: Iterable[str] | None, source: str
 ) -> list[HeadGroups]:
-    """All head groups that are worth considering, best first; one group first if nothing gains enough."""
+    """All head groups that are worth considering, by time; but first the fewest that are as good as the best ones, or
+    one group if nothing gains enough."""
     found = []
     one = attention
     for shares in partitions(min(one.projection.most_slabs, MOST_GROUPS)):
         layout = UlyssesLayout(0, one.ranks, one.tokens, one.batch, one.heads, one.head_dim, shares)
-        best = fastest_product(profile, layout.projection_plan, one.width, kernels)
+        (best,) = products(profile, layout.projection_plan, one.width, kernels, 1)
         found.append((segment_ms(profile, layout, one.width, best.kernel, best.free_sms, one.parts), shares))
-    alone = next(ms for ms, shares in found if len(shares) == 1)
-    ranked = sorted(found)
-    if ranked[0][0] > alone * (1 - UNSURE):
-        ranked.sort(key=lambda pair: (len(pair[1]) > 1, pair))
-    return [HeadGroups(attention, shares, ms, None, alone, source) for ms, shares in ranked]
+    alone = next(pair for pair in found if len(pair[1]) == 1)
+    least, _ = min(found)
+    as_good = [pair for pair in found if pair[0] <= least * (1 + AS_GOOD)]
+    first = min(as_good, key=lambda pair: (len(pair[1]), pair)) if least <= alone[0] * (1 - UNSURE) else alone
+    ranked = [first, *(pair for pair in sorted(found) if pair != first)]
+    return [HeadGroups(attention, shares, ms, None, alone[0], source) for ms, shares in ranked]
 
 
 def planner_for(

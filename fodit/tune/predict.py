@@ -7,6 +7,7 @@ the product than alone. Both go into the simulator of two queues.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil
 
 from fodit.plan import Plan, UlyssesLayout, split_sizes
@@ -66,26 +67,45 @@ def serial_ms(profile: Profile, op: str, m: int, n: int, k: int) -> float:
 
 def overlapped_ms(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> float:
     """The plan's product by a kernel that leaves `free` SMs, its collectives beside it."""
-    tasks = slab_tasks(profile, plan, k, kernel, free)
-    return simulate(tasks)[-1][1]
+    return simulate(slab_tasks(profile, plan, k, kernel, free))[-1][1]
 
 
 def slab_tasks(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> list[Task]:
     """One compute task a slab, then one communication task a slab."""
-    product, op = profile.kernels[kernel], plan.op
+    op, name = plan.op, context(kernel, free)
+    kind = CUBLAS if kernel == CUBLAS else PRODUCT
+    slowed = {op: profile.beside[op][name].slowed}
+    tasks = [Task(COMPUTE, kind, ms, slowed=slowed) for ms in slab_lengths(profile, plan, k, kernel, free)]
+    for index, size in enumerate(slab_bytes(plan)):
+        tasks.append(_collective(profile, op, size, index, name))
+    return tasks
+
+
+def slab_lengths(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> list[float]:
+    """How long the product works on each slab, alone."""
+    product = profile.kernels[kernel]
     tiles = slab_tiles(plan, product)
     if kernel == CUBLAS:  # without a signaling kernel every slab is a product of its own
-        lengths = [slab_ends(profile, product, [count], k, free)[0] for count in tiles]
-    else:
-        ends = slab_ends(profile, product, tiles, k, free)
-        lengths = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
-        lengths[1:] = [length + reread_ms(profile, plan, k) for length in lengths[1:]]
-    name = context(kernel, free)
-    kind = CUBLAS if kernel == CUBLAS else PRODUCT
-    tasks = [Task(COMPUTE, kind, length, slowed={op: profile.beside[op][name].slowed}) for length in lengths]
-    for index, slab in enumerate(plan.slabs):
-        tasks.append(_collective(profile, op, (slab.stop - slab.start) * ITEMSIZE, index, name))
-    return tasks
+        return [slab_ends(profile, product, [count], k, free)[0] for count in tiles]
+    ends = slab_ends(profile, product, tiles, k, free)
+    again = reread_ms(profile, plan, k)
+    return [ends[0], *(end - start + again for start, end in pairwise(ends))]
+
+
+def slab_bytes(plan: Plan) -> list[int]:
+    return [(slab.stop - slab.start) * ITEMSIZE for slab in plan.slabs]
+
+
+def least_ms(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> float:
+    """Not more than `overlapped_ms`, in less time: communication starts with the first slab and never waits again."""
+    op, sizes, lengths = plan.op, slab_bytes(plan), slab_lengths(profile, plan, k, kernel, free)
+    alone = [profile.alone[op](size) + profile.wait_ms for size in sizes]
+    first, product, whole = lengths[0], sum(lengths), sum(alone)
+    slowed = 1.0
+    if kernel != CUBLAS:
+        curve = profile.beside[op][context(kernel, free)].curve
+        slowed = max(min(curve(size) / one for size, one in zip(sizes, alone, strict=True)), 1.0)
+    return max(product + alone[-1], product + whole - (product - first) / slowed)
 
 
 def reread_ms(profile: Profile, plan: Plan, k: int) -> float:

@@ -5,10 +5,10 @@ The size of a collective is that of its whole input buffer; of an all-gather, of
 
 import hashlib
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
-from itertools import pairwise
 from math import ceil, log
 from pathlib import Path
 
@@ -87,12 +87,13 @@ class Curve:
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
     """Linear between points, whose first numbers rise, and constant beyond them."""
-    if x <= points[0][0]:
+    index = bisect_left(points, (x,))
+    if index == 0:
         return points[0][1]
-    for (low, one), (high, other) in pairwise(points):
-        if x <= high:
-            return one + (other - one) * (x - low) / (high - low)
-    return points[-1][1]
+    if index == len(points):
+        return points[-1][1]
+    (low, one), (high, other) = points[index - 1], points[index]
+    return one + (other - one) * (x - low) / (high - low)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from fodit.tune.search import UNSURE, Shape, candidates
 def reason(profile: Profile, shape: Shape, choice: Choice, kernels: Iterable[str] | None = None) -> str:
     """What decided between this plan and others."""
     if not choice.overlap:
-        best = candidates(profile, shape, kernels)[0]
+        (best,) = candidates(profile, shape, kernels, 1)
         plan = f"slabs {shares_text(best.slabs)} with {best.free_sms} SMs free"
         gain = choice.serial_ms / best.predicted_ms - 1
         return f"the best overlapped plan ({plan}) is predicted to gain {gain:.1%}, and {UNSURE:.1%} is the least"

@@ -79,7 +79,7 @@ class Recorder:
     def _measure(self, shape: Shape) -> None:
         """The parts, serial, the plan that is predicted best and the static default, in turn."""
         operation = Operation(shape, self.comm)
-        best, static = candidates(self.profile, shape, self.kernels)[0], self._static(shape)
+        (best,), static = candidates(self.profile, shape, self.kernels, 1), self._static(shape)
         last = partial(operation.collective, SMALLEST)
         parts: list[Work] = [operation.product, operation.collective, last, operation.serial]
         ways = [self.tuner.way(operation, self.tuner.plan(shape, one.slabs), one) for one in (best, static)]

@@ -1,16 +1,19 @@
 """The plans that are worth considering, and the best of them by prediction."""
 
-from collections.abc import Iterable, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
+from typing import Any, TypeVar
 
 from fodit.ops.gemm import ROW_ALIGN
 from fodit.plan import Plan, UlyssesLayout, all_reduce_plan, reduce_scatter_plan
 from fodit.tune.choice import Choice
-from fodit.tune.predict import overlapped_ms, serial_ms
+from fodit.tune.predict import least_ms, overlapped_ms, serial_ms
 from fodit.tune.profile import CUBLAS, Profile
 
+Option = TypeVar("Option", bound=tuple[Any, ...])  # of a search; the first of equals is taken
 MOST_SLABS = 10
 LEAST_GAIN = 0.01  # of the serial time, measured; below, a plan is not worth its trouble
 UNSURE = 0.034  # the predictor's error: a plan that is predicted to gain less may lose
@@ -103,30 +106,67 @@ def usable_kernels(profile: Profile, kernels: Iterable[str] | None) -> list[str]
     return [name for name in known if kernels is None or name in set(kernels)] or [CUBLAS]
 
 
-def candidates(profile: Profile, shape: Shape, kernels: Iterable[str] | None = None) -> list[Candidate]:
-    """Overlapped plans with their predicted times, best first.
+def ways(profile: Profile, op: str, kernels: Iterable[str] | None) -> list[tuple[str, int]]:
+    """Kernels with the numbers of SMs that they may leave free."""
+    usable = usable_kernels(profile, kernels)
+    frees = [0] if usable == [CUBLAS] else profile.free_sms(op)
+    return [(kernel, free) for kernel in usable for free in frees]
+
+
+def candidates(
+    profile: Profile, shape: Shape, kernels: Iterable[str] | None = None, most: int | None = None
+) -> list[Candidate]:
+    """Overlapped plans with their predicted times, best first; the `most` best ones, or None for all.
 
     First a few partitions with every kernel and number of free SMs, then all partitions with the best of these.
     """
-    usable = usable_kernels(profile, kernels)
-    frees = [0] if usable == [CUBLAS] else profile.free_sms(shape.op)
     plans = {slabs: shape.plan(slabs) for slabs in partitions(shape.most_slabs)}
-    coarse = [slabs for slabs in COARSE_PARTITIONS if slabs in plans] or list(plans)[-1:]
-    made: dict[tuple, Candidate] = {}
+    coarse = [plans[slabs] for slabs in COARSE_PARTITIONS if slabs in plans] or list(plans.values())[-1:]
 
-    def consider(slabs: tuple[int, ...], kernel: str, free: int) -> Candidate:
-        key = (slabs, kernel, free)
-        if key not in made:
-            taken = overlapped_ms(profile, plans[slabs], shape.k, kernel, free)
-            made[key] = Candidate(taken, slabs, kernel, free)
-        return made[key]
+    def least(way: tuple[str, int]) -> float:
+        return min(least_ms(profile, plan, shape.k, *way) for plan in coarse)
 
-    first = {(kernel, free): min(consider(s, kernel, free) for s in coarse) for kernel in usable for free in frees}
-    for kernel, free in sorted(first, key=lambda key: first[key])[:FINE]:
-        for slabs in plans:
-            if host_keeps_up(profile, slabs, shape):
-                consider(slabs, kernel, free)
-    return sorted(made.values())
+    def exact(way: tuple[str, int]) -> float:
+        return min(overlapped_ms(profile, plan, shape.k, *way) for plan in coarse)
+
+    fine = best_first(ways(profile, shape.op, kernels), least, exact, FINE)
+    keeps_up = [slabs for slabs in plans if host_keeps_up(profile, slabs, shape)] or [(1,)]
+    found = best_first(
+        [(slabs, way) for _, way in fine for slabs in keeps_up],
+        lambda one: least_ms(profile, plans[one[0]], shape.k, *one[1]),
+        lambda one: overlapped_ms(profile, plans[one[0]], shape.k, *one[1]),
+        most,
+    )
+    return [Candidate(taken, slabs, *way) for taken, (slabs, way) in found]
+
+
+def products(
+    profile: Profile, plan: Plan, k: int, kernels: Iterable[str] | None, most: int | None = None
+) -> list[Candidate]:
+    """A plan that is given, by every kernel and number of free SMs; as `candidates`."""
+    slabs = tuple(slab.stop - slab.start for slab in plan.slabs)
+    found = best_first(
+        ways(profile, plan.op, kernels),
+        lambda way: least_ms(profile, plan, k, *way),
+        lambda way: overlapped_ms(profile, plan, k, *way),
+        most,
+    )
+    return [Candidate(taken, slabs, *way) for taken, way in found]
+
+
+def best_first(
+    options: Iterable[Option], least: Callable[[Option], float], exact: Callable[[Option], float], most: int | None
+) -> list[tuple[float, Option]]:
+    """Options with their exact times, shortest first: the `most` best ones, or None for all.
+
+    `least` is never more than `exact` and takes less time: what it rules out is not looked at (branch and bound).
+    """
+    found: list[tuple[float, Option]] = []
+    for bound, option in sorted((least(one), one) for one in options):
+        if most is not None and len(found) >= most and bound >= found[most - 1][0]:
+            break
+        insort(found, (exact(option), option))
+    return found[:most]
 
 
 def host_keeps_up(profile: Profile, slabs: Sequence[int], shape: Shape) -> bool:
@@ -136,7 +176,7 @@ def host_keeps_up(profile: Profile, slabs: Sequence[int], shape: Shape) -> bool:
 
 def choose(profile: Profile, shape: Shape, kernels: Iterable[str] | None, source: str) -> Choice:
     """The best candidate, or serial if it gains less than predictions can tell."""
-    best = candidates(profile, shape, kernels)[0]
+    (best,) = candidates(profile, shape, kernels, 1)
     return as_choice(shape, best, serial_ms(profile, shape.op, shape.m, shape.n, shape.k), source)
 
 

@@ -12,10 +12,10 @@ from fodit.plan import Plan, UlyssesLayout
 from fodit.tune.choice import TUNED, Choice, shares_text
 from fodit.tune.clock import Clock, Work
 from fodit.tune.operation import Operation, Segment
-from fodit.tune.planner import fastest_product, predicted_groups, ranked_products
+from fodit.tune.planner import predicted_groups
 from fodit.tune.predict import attention_calls, serial_ms
 from fodit.tune.profile import CUBLAS, Profile
-from fodit.tune.search import LEAST_GAIN, Candidate, Shape, candidates
+from fodit.tune.search import LEAST_GAIN, Candidate, Shape, candidates, products
 from fodit.tune.shapes import Model
 from fodit.tune.store import Attention, HeadGroups, Plans, plans_path
 
@@ -100,7 +100,7 @@ class Tuner:
     def _product(self, shape: Shape, shares: tuple[int, ...]) -> Choice:
         """Kernel and free SMs with which the q, k and v product of these head groups is fastest."""
         operation, plan = Operation(shape, self.comm), self.plan(shape, shares)
-        tried = ranked_products(self.profile, plan, shape.k, self.kernels)[:TRIED]
+        tried = products(self.profile, plan, shape.k, self.kernels, TRIED)
         tried = [replace(one, slabs=shares) for one in tried]
         choice = self._choice(operation, tried, [self.way(operation, plan, one) for one in tried])
         return replace(choice, overlap=len(shares) > 1, slabs=shares) if choice.overlap else choice
@@ -121,7 +121,7 @@ class Tuner:
 
     def _segment_way(self, segment: Segment, attention: Attention, shares: tuple[int, ...]) -> Work:
         layout: UlyssesLayout = attention.projection.layout(shares, self.comm.rank)
-        best = fastest_product(self.profile, layout.projection_plan, attention.width, self.kernels)
+        (best,) = products(self.profile, layout.projection_plan, attention.width, self.kernels, 1)
         calls = attention_calls(self.profile, layout)
         return partial(segment.run, layout, calls, self.kernels.get(best.kernel), self._sms(best.free_sms))
 
