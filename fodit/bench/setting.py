@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fodit.agreement import everyone
 from fodit.parallel import initialise, rank_device
 from fodit.report import versions
 from fodit.tune.clock import Clock
@@ -44,6 +45,7 @@ class Setting:
         self.control = initialise(self.device, timeout_s=600)
         self.rank = dist.get_rank() if self.control is not None else 0
         self.ranks = dist.get_world_size() if self.control is not None else 1
+        self.gpus = len(set(everyone(self.control, str(torch.cuda.get_device_properties(self.device).uuid))))
         self._clock = Clock(self.device, self.control)
         self._context: Any = None
         self._commit = _commit()
@@ -93,7 +95,8 @@ class Setting:
         """Date, machine, profile, versions and commit."""
         return {
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "gpus": f"{self.ranks} x {torch.cuda.get_device_name(self.device)}",
+            "gpus": f"{self.gpus} x {torch.cuda.get_device_name(self.device)}",
+            "ranks": self.ranks,
             "profile": self.profile,
             "compute_sms": self.compute_sms,
             "nccl_max_ctas": self.max_ctas,

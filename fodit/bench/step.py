@@ -38,6 +38,7 @@ COLUMNS = {  # key of a row: title, width, format
     "ratio": ("ratio", 8, ".3f"),
     "exposed_s": ("exposed", 9, ".3f"),
     "communication_s": ("comm.", 9, ".3f"),
+    "peak_gib": ("GiB", 8, ".1f"),
 }
 
 
@@ -117,10 +118,16 @@ def _measure(
             pipe = stack.enter_context(way.pipeline(setting, model, head_groups))
         if way.compiled:
             _generate(setting, pipe, model.call | {"num_inference_steps": COMPILE_STEPS})
+        on_gpu = setting.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(setting.device)
         latents, taken = _generate(setting, pipe, model.call)
+        peak = torch.cuda.max_memory_allocated(setting.device) if on_gpu else 0
         floor = floors[way.ulysses] * (1 / way.cfg)
         row: dict[str, Any] = {"step_s": taken, "floor_s": floor.alone, "sustained_floor_s": floor.sustained}
         row |= {"of_floor": taken / floor.alone, "of_sustained_floor": taken / floor.sustained}
+        if on_gpu:
+            row["peak_gib"] = setting.slowest([peak / 2**30])[0]  # of the rank that needs most; all the weights count
         try:
             row |= comparison.errors(latents)
         except RuntimeError as error:
