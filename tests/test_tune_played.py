@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -12,11 +13,13 @@ import torch
 import torch.distributed as dist
 from test_executor import played_kernels
 
+from fodit.bench import ops
 from fodit.kernels import gemm
 from fodit.ops import Communicator
 from fodit.parallel import initialise
 from fodit.tune import command, measure, operation, probe, record, store, tuner, works
 from fodit.tune import planner as planning
+from fodit.tune.choice import Choice
 from fodit.tune.clock import Clock
 from fodit.tune.profile import COLLECTIVES, CUBLAS, Machine, Profile, nearest, shipped
 from fodit.tune.search import Shape
@@ -187,6 +190,72 @@ def test_record(pool, tmp_path):
     content = json.loads((tmp_path / "validation-nvlink.json").read_text())
     kinds = {row["kind"] for shape in content["shapes"] for row in shape["rows"]}
     assert kinds == {"chosen", "static", "exhaustive"}
+
+
+@contextmanager
+def ops_bench(stream, seen):
+    """`fodit.bench.ops` with everything played; yields the setting."""
+    clock, comm = started(stream)
+    setting = SimpleNamespace(
+        device=CPU, control=clock.control, rank=clock.rank, ranks=comm.size, compute_sms=24, sms=0, max_ctas=None,
+        profile="no-p2p", say=seen.append, compute=nullcontext, save=lambda path, results: seen.append(results),
+    )  # fmt: skip
+    with (
+        patch.multiple(ops, nccl_options=lambda _: None, Communicator=lambda group, _: comm if group else Alone()),
+        patch.object(dist, "new_group", lambda **_: dist.group.WORLD),
+        patch.object(Shape, "__init__", _float(Shape.__init__)),
+        patch.object(ops, "measure", partial(measure.measure, dtype=torch.float32)),
+        patch.object(ops, "untuned", partial(planning.untuned, dtype=torch.float32)),
+        patch.object(ops, "shared_kernels", partial(operation.shared_kernels, dtype=torch.float32)),
+    ):
+        yield setting
+
+
+def benched():
+    seen = []
+    with played_gpu() as stream, ops_bench(stream, seen) as setting:
+        parser = argparse.ArgumentParser()
+        ops.add_arguments(parser)
+        parser.add_argument("--save")
+        ops.run(setting, parser.parse_args(["--shapes", "64,512,16", "--repeats", "2"]))
+        return seen
+
+
+def checked():
+    """Right results count, whatever the plan; others do not."""
+    with played_gpu() as stream, ops_bench(stream, []) as setting:
+        bench = ops.Bench(setting, 1)
+        for op in ops.OPERATIONS:
+            plain = operation.Operation(Shape(op, 1024, 512, 16, 2), bench.plain)
+            for slabs, kernel in (((1, 1), "small"), ((1,), "wide"), ((1, 1), None)):
+                choice = Choice(op, True, slabs, kernel, 2, 1.0, 1.0, None, None, "")
+                twice = 2 * bench._checked(plain, choice)()
+                wrong = patch.object(operation.Operation, "overlapped", lambda *_, twice=twice: twice)
+                with wrong, pytest.raises(RuntimeError, match="differs from the serial result"):
+                    bench._checked(plain, choice)
+
+
+class Alone(Communicator):
+    def __init__(self):
+        super().__init__(None, CPU)
+
+
+def test_bench_ops(pool):
+    pool.run(2, checked)
+    for seen in pool.run(2, benched):
+        (*_, rows) = [one["rows"] for one in seen if isinstance(one, dict)]
+        assert [row["op"] for row in rows] == list(ops.OPERATIONS)
+        for row in rows:
+            assert all(row[name] > 0 for name in ops.COLUMNS if name != "async_tp") and row["async_tp"] is None
+            assert row["fraction"] == row["bound"] / row["fodit"] and row["plan"] and row["untuned_plan"]
+        assert sum("of cuBLAS (means)" in one for one in seen if isinstance(one, str)) == 3
+
+
+def test_shapes_of_benchmarks():
+    assert ops.parse_shapes("1,2,3/4,5,6") == [(1, 2, 3), (4, 5, 6)]
+    for wrong in ("1,2", "1,2,0", "1,2,3,4"):
+        with pytest.raises(ValueError, match="give M,N,K"):
+            ops.parse_shapes(wrong)
 
 
 def untuned(folder, variables):

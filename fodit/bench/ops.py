@@ -1,21 +1,24 @@
 """Products with a collective: overlapped, in every other way there is, and the bound. Milliseconds, medians.
 
-For each shape (M, N, K), operation and link profile, side by side in one run:
+A profile of the machine is taken first. Then for each shape (M, N, K) and operation, side by side in one run:
 
     gemm         the product alone, by cuBLAS
     kernel       the product alone, by fodit's kernel as one slab
-    comm         the collective alone
+    comm         the collective alone, by NCCL as torch sets it up
     serial       cuBLAS, then NCCL
     decomposed   the best of 2, 4, 8, 16 row chunks on cuBLAS, each followed by its asynchronous collective
     async-tp     torch's fused matmul-reduce-scatter on symmetric memory, where peer access exists
-    fodit        the best of a few plans
+    untuned      fodit by the plan for a machine that nobody has measured: a shipped profile, scaled by a probe
+    fodit        fodit tuned: the best of the few plans that are predicted best from the profile
     bound        max(gemm + last slab's communication, first slab's gemm + comm), slabs of a sixteenth
     fraction     (serial / fodit) / (serial / bound): how much of the theoretical speed-up is reached
+
+Rows of an all-to-all are a rank's tokens, its columns heads of 128; every rank gets some heads of all tokens.
 """
 
 import argparse
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from math import exp, log
 from typing import Any
 
@@ -23,12 +26,17 @@ import torch
 import torch.distributed as dist
 
 from fodit.bench.setting import Setting
-from fodit.kernels.gemm import kernels_for
-from fodit.ops import Communicator, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
-from fodit.ops.communicator import reduce_scatter_single
-from fodit.ops.gemm import ROW_ALIGN
+from fodit.ops import Communicator, gemm_all_reduce
 from fodit.parallel import nccl_options
-from fodit.plan import Plan, UlyssesLayout, all_reduce_plan, reduce_scatter_plan
+from fodit.plan import all_reduce_plan
+from fodit.tune.choice import Choice
+from fodit.tune.clock import Clock, Work
+from fodit.tune.measure import measure, this_machine
+from fodit.tune.operation import Operation, shared_kernels
+from fodit.tune.planner import Planner, untuned
+from fodit.tune.search import Shape
+from fodit.tune.store import Plans
+from fodit.tune.tuner import Tuner
 
 SHAPES = (
     (17776, 3072, 6144),
@@ -41,221 +49,124 @@ SHAPES = (
     (8888, 9216, 3072),
 )
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_to_all")
-HEAD_DIM = 128
-Slabs = int | tuple[int, ...]
+CHUNKS = (2, 4, 8, 16)
 SMALLEST = 16  # the smallest useful slab is a sixteenth
-COLUMNS = ("gemm", "kernel", "comm", "serial", "decomposed", "async_tp", "fodit", "bound")
+WORST_ERROR = 1e-2  # relative; bf16 rounds by 4e-3
+COLUMNS = ("gemm", "kernel", "comm", "serial", "decomposed", "async_tp", "untuned", "fodit", "bound")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default=",".join(OPERATIONS), help="comma-separated (default: all)")
     parser.add_argument("--shapes", help="M,N,K/M,N,K/... (default: those of the models)")
-    slabs = "4,8,1-4-4-4-1,1-2-4-4-4-2-1"
-    parser.add_argument("--slabs", default=slabs, help="numbers of slabs, or relative sizes, to try")
-    parser.add_argument("--reserve", help="SMs left to NCCL to try (default: 4,8,12; 0 where NCCL has SMs of its own)")
     parser.add_argument("--repeats", type=int, default=15)
 
 
 def run(setting: Setting, given: argparse.Namespace) -> None:
     """Measure, and save what is measured after each operation and shape."""
-    shapes = parse_shapes(given.shapes) if given.shapes else SHAPES
-    own = dist.new_group(backend="nccl", pg_options=nccl_options(setting.max_ctas))
-    comm = Communicator(own, setting.device)
-    kernels = kernels_for(setting.device)
-    setting.say(f"{setting.profile}: {kernels if isinstance(kernels, str) else ', '.join(k.name for k in kernels)}")
+    shapes = parse_shapes(given.shapes) if given.shapes else list(SHAPES)
+    bench = Bench(setting, given.repeats)
     setting.say(f"{'M, N, K':>20} {'op':<15}" + "".join(f"{name:>11}" for name in COLUMNS) + f"{'fraction':>10}  plan")
     rows: list[dict[str, Any]] = []
     with setting.compute():
         for op in given.ops.split(","):
-            for shape in shapes:
-                row = _measure(setting, comm, op, shape, given)
+            for m, n, k in shapes:
+                row = bench.measure(Shape(op, m, n, k, setting.ranks))
                 rows.append(row)
-                setting.save(given.save, {"rows": rows, "fallbacks": sorted(comm.fallbacks)})
-                times = "".join(f"{row[name]:11.3f}" if row.get(name) else f"{'-':>11}" for name in COLUMNS)
-                plan = "serial" if row["plan"] is None else "slabs {}, {} SMs left".format(*row["plan"])
-                setting.say(f"{shape!s:>20} {op:<15}{times}{row['fraction']:10.3f}  {plan}")
+                setting.save(given.save, {"rows": rows})
+                times = "".join(f"{row[name]:11.3f}" if row[name] else f"{'-':>11}" for name in COLUMNS)
+                setting.say(f"{(m, n, k)!s:>20} {op:<15}{times}{row['fraction']:10.3f}  {row['plan']}")
     for op in given.ops.split(","):
         mine = [row for row in rows if row["op"] == op]
-        setting.say(
-            f"{op}: fraction geometric mean {_mean(mine, 'bound', 'fodit'):.3f}, "
-            f"worst {min(row['fraction'] for row in mine):.3f}; "
-            f"over decomposed {_mean(mine, 'decomposed', 'fodit'):.3f}, "
-            f"over serial {_mean(mine, 'serial', 'fodit'):.3f}, kernel / cuBLAS {_mean(mine, 'gemm', 'kernel'):.3f}"
-        )
+        gains = ", ".join(f"{_mean(mine, way, 'fodit'):.3f} over {way}" for way in ("serial", "decomposed", "untuned"))
+        fraction, worst = _mean(mine, "bound", "fodit"), min(row["fraction"] for row in mine)
+        kernel = _mean(mine, "gemm", "kernel")
+        setting.say(f"{op}: fraction {fraction:.3f}, worst {worst:.3f}; {gains}; kernel {kernel:.3f} of cuBLAS (means)")
 
 
-def parse_shapes(text: str) -> list[tuple[int, ...]]:
+def parse_shapes(text: str) -> list[tuple[int, int, int]]:
     """M,N,K/M,N,K/..."""
-    return [tuple(int(n) for n in one.split(",")) for one in text.split("/")]
+    found = [tuple(int(number) for number in one.split(",")) for one in text.split("/")]
+    if any(len(one) != 3 or min(one) < 1 for one in found):
+        raise ValueError(f"--shapes {text}: give M,N,K/M,N,K/... such as 17776,3072,6144")
+    return [(m, n, k) for m, n, k in found]
 
 
 def _mean(rows: list[dict[str, Any]], above: str, below: str) -> float:
     return exp(sum(log(row[above] / row[below]) for row in rows) / len(rows))
 
 
-def _measure(
-    setting: Setting, comm: Communicator, op: str, shape: tuple[int, ...], given: argparse.Namespace
-) -> dict[str, Any]:
-    m, n, k = shape
-    a = torch.randn(m, k, device=setting.device, dtype=torch.bfloat16)
-    weight = torch.randn(n, k, device=setting.device, dtype=torch.bfloat16) * 0.02
-    case = _CASES[op](comm, a, weight)
+class Bench:
+    """What is measured with: the machine's profile, and both planners."""
 
-    def times(*works: Callable[[], Any]) -> list[float]:
-        return setting.slowest(setting.compare(works, given.repeats))
+    def __init__(self, setting: Setting, repeats: int) -> None:
+        self.setting, self.repeats = setting, repeats
+        self.clock = Clock(setting.device, setting.control)
+        own = dist.new_group(backend="nccl", pg_options=nccl_options(setting.max_ctas))
+        self.comm, self.plain = Communicator(own, setting.device), Communicator(dist.group.WORLD, setting.device)
+        machine = this_machine(setting.device, setting.control, setting.ranks, setting.compute_sms)
+        self.kernels = shared_kernels(setting.device, setting.control)
+        profile = measure(machine, self.comm, self.clock, setting.compute(), setting.say)
+        self.tuner = Tuner(profile, Plans(machine), self.comm, self.clock, self.kernels)
+        with setting.compute():
+            self.untuned: Planner = untuned(machine, self.comm, setting.control, self.kernels)
 
-    def time(work: Callable[[], Any]) -> float:
-        return times(work)[0]
+    def measure(self, shape: Shape) -> dict[str, Any]:
+        plain = Operation(shape, self.plain)
+        row: dict[str, Any] = {"op": shape.op, "m": shape.m, "n": shape.n, "k": shape.k}
+        row["gemm"], row["kernel"] = self._times(plain.product, self._kernel_alone(plain))
+        row["comm"], last = self._times(plain.collective, partial(plain.collective, SMALLEST))
+        row["decomposed"] = min(self._times(*(partial(plain.decomposed, chunks) for chunks in CHUNKS)))
+        row["async_tp"] = self._async_tp(plain)
+        tuned, first = self.tuner.shape(shape), self.untuned.choice(shape.op, shape.m, shape.n, shape.k)
+        works = [self._checked(plain, choice) for choice in (first, tuned)]
+        row["serial"], row["untuned"], row["fodit"] = self._times(plain.serial, *works)
+        row |= {"plan": tuned.plan, "untuned_plan": first.plan, "predicted": tuned.predicted_ms}
+        row["bound"] = max(row["gemm"] + last, row["gemm"] / SMALLEST + row["comm"])
+        row["fraction"] = row["bound"] / row["fodit"]
+        return row
 
-    row: dict[str, Any] = {"op": op, "m": m, "n": n, "k": k}
-    alone = Communicator(None, setting.device)
-    whole = all_reduce_plan(m, n, 1, 1)
-    row["gemm"], row["kernel"] = times(
-        lambda: case.product(0, m), lambda: gemm_all_reduce(a, weight, comm=alone, plan=whole)
-    )
-    row["comm"] = time(lambda: case.collective(0, m))
-    row["serial"] = time(case.serial)
-    row["decomposed"] = min(time(partial(case.decomposed, chunks)) for chunks in (2, 4, 8, 16))
-    row["async_tp"] = _async_tp(setting, time, op, a, weight)
+    def _times(self, *works: Work) -> list[float]:
+        """Of the slowest rank, all in turn."""
+        return self.clock.compare(works, self.repeats)
 
-    wanted = case.reference()
-    best, plan = row["serial"], None
-    for text in given.slabs.split(","):
-        shares = tuple(int(share) for share in text.split("-"))
-        slabs = shares if len(shares) > 1 else shares[0]
-        for reserve in (int(one) for one in (given.reserve or ("0" if setting.sms else "4,8,12")).split(",")):
-            comm.gemm_sms = max(setting.compute_sms - reserve, 1)
-            case.check(case.fodit(slabs), wanted)
-            taken = time(partial(case.fodit, slabs))
-            row[f"fodit_{text}_{reserve}"] = taken
-            if taken < best:
-                best, plan = taken, (text, reserve)
-    row["fodit"], row["plan"] = best, plan
+    def _kernel_alone(self, operation: Operation) -> Work:
+        shape = operation.shape
+        alone, whole = Communicator(None, self.setting.device), all_reduce_plan(shape.m, shape.n, 1, 1)
+        return lambda: gemm_all_reduce(operation.a, operation.weights[0], comm=alone, plan=whole)
 
-    last = time(lambda: case.collective(0, m // SMALLEST))
-    row["bound"] = max(row["gemm"] + last, row["gemm"] / SMALLEST + row["comm"])
-    row["fraction"] = row["bound"] / row["fodit"]
-    return row
+    def _checked(self, plain: Operation, choice: Choice) -> Work:
+        """The operation by this choice, which was found to give the right result.
 
+        Raises:
+            RuntimeError: it gives another one.
+        """
+        if not choice.overlap:
+            return plain.serial
+        shape, comm = plain.shape, self.comm
+        plan = self.tuner.plan(shape, choice.slabs)
+        kernel = None if choice.kernel is None else self.kernels[choice.kernel]
+        sms = self.setting.compute_sms - choice.free_sms
+        mine = Operation(shape, comm)
+        mine.a, mine.weights = plain.a, plain.weights  # for the results to be compared
+        work: Callable[[], torch.Tensor] = partial(mine.overlapped, plan, kernel, sms)
+        wanted, found = plain.wanted(), work().view(-1)
+        if shape.op == "all_to_all":
+            ranges = shape.layout(choice.slabs, comm.rank).head_ranges[comm.rank]
+            groups = wanted.split([(last - first) * shape.head_dim for first, last in ranges], dim=1)
+            wanted = torch.cat([one.reshape(-1) for one in groups])
+        error = float((found.float() - wanted.view(-1).float()).norm() / wanted.float().norm())
+        if not error < WORST_ERROR:
+            raise RuntimeError(f"{shape} by {choice.plan} differs from the serial result by {error}")
+        return work
 
-class _Case:
-    """One operation in all its ways, on rows [start, stop) of the product."""
+    def _async_tp(self, plain: Operation) -> float | None:
+        shape, setting = plain.shape, self.setting
+        if shape.op != "reduce_scatter" or setting.profile != "nvlink" or shape.m % setting.ranks:
+            return None
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    def __init__(self, comm: Communicator, a: torch.Tensor, weight: torch.Tensor) -> None:
-        self.comm, self.a, self.weight = comm, a, weight
-        self.out = torch.empty(a.shape[0], weight.shape[0], device=a.device, dtype=a.dtype)
-        self.received = torch.empty_like(self.out)
-
-    def product(self, start: int, stop: int) -> None:
-        torch.mm(self.a[start:stop], self.weight.t(), out=self.out[start:stop])
-
-    def collective(self, start: int, stop: int, asynchronous: bool = False) -> Any:
-        raise NotImplementedError
-
-    def serial(self) -> None:
-        self.product(0, self.a.shape[0])
-        self.collective(0, self.a.shape[0])
-
-    def decomposed(self, chunks: int) -> None:
-        rows = self.a.shape[0]
-        step = -(-rows // chunks) // self.comm.size * self.comm.size
-        works = []
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            self.product(start, stop)
-            works.append(self.collective(start, stop, asynchronous=True))
-        for work in works:
-            work.wait()
-
-    def fodit(self, slabs: Slabs) -> torch.Tensor:
-        raise NotImplementedError
-
-    def reference(self) -> torch.Tensor:
-        """The result, by the serial way."""
-        raise NotImplementedError
-
-    def check(self, result: torch.Tensor, wanted: torch.Tensor) -> None:
-        error = float((result.float() - wanted.float()).norm() / wanted.float().norm())
-        if not error < 1e-2:
-            raise RuntimeError(f"{type(self).__name__} differs from the serial result by {error}")
-
-
-class _AllReduce(_Case):
-    def collective(self, start: int, stop: int, asynchronous: bool = False) -> Any:
-        return dist.all_reduce(self.out[start:stop], async_op=asynchronous)
-
-    def fodit(self, slabs: Slabs) -> torch.Tensor:
-        plan = all_reduce_plan(*self.out.shape, self.comm.size, slabs, ROW_ALIGN)
-        return gemm_all_reduce(self.a, self.weight, comm=self.comm, plan=plan)
-
-    def reference(self) -> torch.Tensor:
-        self.serial()
-        return self.out.clone()
-
-
-class _ReduceScatter(_Case):
-    def collective(self, start: int, stop: int, asynchronous: bool = False) -> Any:
-        stop -= (stop - start) % self.comm.size
-        target = self.received[: (stop - start) // self.comm.size]
-        return reduce_scatter_single(target, self.out[start:stop], async_op=asynchronous)
-
-    def fodit(self, slabs: Slabs) -> torch.Tensor:
-        plan = reduce_scatter_plan(*self.out.shape, self.comm.size, slabs, ROW_ALIGN)
-        return gemm_reduce_scatter(self.a, self.weight, comm=self.comm, plan=plan)
-
-    def reference(self) -> torch.Tensor:
-        self.serial()
-        return self.received[: self.a.shape[0] // self.comm.size].clone()
-
-
-class _AllToAll(_Case):
-    """Columns are heads; every rank gets its half of the heads of all tokens."""
-
-    def collective(self, start: int, stop: int, asynchronous: bool = False) -> Any:
-        rows = (stop - start) // self.comm.size * self.comm.size
-        source, target = self.out[start : start + rows].view(-1), self.received[start : start + rows].view(-1)
-        return dist.all_to_all_single(target, source, async_op=asynchronous)
-
-    def fodit(self, slabs: Slabs) -> torch.Tensor:
-        plan = _column_plan(self.comm.rank, self.comm.size, *self.out.shape, slabs)
-        arrivals = gemm_all_to_all(self.a, [self.weight], [None], comm=self.comm, plan=plan)
-        received = [arrivals.wait(index) for index in range(len(plan.slabs))]
-        return received[0]
-
-    def check(self, result: torch.Tensor, wanted: torch.Tensor) -> None:
-        heads = result.numel() // wanted.shape[0] // HEAD_DIM
-        first = wanted.view(wanted.shape[0], -1, HEAD_DIM)[:, :heads]
-        super().check(result.view(first.shape), first)
-
-    def reference(self) -> torch.Tensor:
-        """[all tokens, this rank's heads]"""
-        self.product(0, self.a.shape[0])
-        parts = [torch.empty_like(self.out) for _ in range(self.comm.size)]
-        dist.all_gather(parts, self.out)
-        width = self.out.shape[1] // self.comm.size
-        return torch.cat([part[:, self.comm.rank * width :][:, :width] for part in parts])
-
-
-_CASES = {"all_reduce": _AllReduce, "reduce_scatter": _ReduceScatter, "all_to_all": _AllToAll}
-
-
-@cache
-def _column_plan(rank: int, ranks: int, rows: int, width: int, groups: Slabs) -> Plan:
-    """Made once, as a model does, not in the timed call."""
-    heads = width // HEAD_DIM
-    if isinstance(groups, int):
-        groups = min(groups, heads // ranks)
-    return UlyssesLayout(rank, ranks, rows * ranks, 1, heads, HEAD_DIM, groups).column_plan(1)
-
-
-def _async_tp(
-    setting: Setting, time: Callable[..., float], op: str, a: torch.Tensor, weight: torch.Tensor
-) -> float | None:
-    if op != "reduce_scatter" or setting.profile != "nvlink" or a.shape[0] % setting.ranks:
-        return None
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    enable_symm_mem_for_group(name)
-    return time(lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(a, weight.t(), "sum", 0, name))
+        assert dist.group.WORLD is not None
+        name = dist.group.WORLD.group_name
+        enable_symm_mem_for_group(name)
+        a, weight = plain.a, plain.weights[0].t()
+        return self._times(lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(a, weight, "sum", 0, name))[0]

@@ -92,6 +92,36 @@ class Operation:
         self.product()
         self.collective()
 
+    def decomposed(self, chunks: int) -> None:
+        """Chunks of rows by cuBLAS, each one's collective beside the product of the next."""
+        rows = self.shape.m
+        step = -(-rows // chunks) // self.comm.size * self.comm.size
+        started = []
+        for start in range(0, rows, step):
+            out = self._out[start : start + step]
+            torch.mm(self.a[start : start + step], self._together.t(), out=out)
+            received = self._received[start * self.shape.n :][: out.numel()]
+            started.append(collective(self.comm, self.shape.op, received, out.view(-1)))
+        for pending in started:
+            pending.wait()
+
+    def wanted(self) -> torch.Tensor:
+        """What this rank receives, by cuBLAS and one collective: all rows, its part of them, or its columns of all.
+
+        Raises:
+            ValueError: rows or columns do not divide by the ranks.
+        """
+        ranks, (m, n) = self.comm.size, (self.shape.m, self.shape.n)
+        if m % ranks or n % ranks:
+            raise ValueError(f"M={m} and N={n} must divide by {ranks} ranks")
+        self.serial()
+        if self.shape.op == "all_reduce":
+            return self._out.clone()
+        if self.shape.op == "reduce_scatter":
+            return self._received[: m * n // ranks].view(-1, n).clone()
+        everyone = self.comm.gather_rows(self._out, (m,) * ranks).wait()
+        return everyone.view(ranks * m, ranks, -1)[:, self.comm.rank]
+
     def overlapped(self, plan: Plan, kernel: Kernel | None, sms: int) -> torch.Tensor:
         """As the operation does it with this plan. What is received, flat."""
         sent = self.a.new_empty(plan.send_size)

@@ -1,6 +1,6 @@
 """What the operations ask: how shall this one be run? And how the ranks agree on one answer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import gcd
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fodit.agreement import everyone, together
+from fodit.kernels.binding import Kernel
 from fodit.ops.communicator import Communicator
 from fodit.plan import Plan, UlyssesLayout
 from fodit.tune.choice import Choice
@@ -186,6 +187,19 @@ def planner_for(
     profile, plans, notes = agreed_files(machine, control)
     if profile is not None:
         return Planner(profile, MEASURED, plans, kernels, notes)
+    return untuned(machine, comm, control, kernels, dtype, plans, notes)
+
+
+def untuned(
+    machine: Machine,
+    comm: Communicator,
+    control: dist.ProcessGroup | None,
+    kernels: Mapping[str, Kernel],
+    dtype: torch.dtype = torch.bfloat16,
+    plans: Plans | None = None,
+    notes: Sequence[str] = (),
+) -> Planner:
+    """The planner of a machine that nobody has measured; see `planner_for`."""
     known = shipped()
     name = nearest(machine, known)
     start = with_kernels(known[name], kernels)
