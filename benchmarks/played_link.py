@@ -22,13 +22,13 @@ from diffusers.hooks import HookRegistry, ModelHook
 
 from fodit.bench.floor import layer_floor, layer_work
 from fodit.bench.model import DTYPE, Model, make_model
-from fodit.bench.setting import Setting
 from fodit.models import attach
 from fodit.models.ulysses import HOOK
 from fodit.ops.communicator import Communicator, Pending, Ready, StreamReached
 from fodit.parallel import ParallelConfig
 from fodit.tune.planner import Planner
 from fodit.tune.profile import Profile, shipped
+from fodit.tune.setting import Setting
 
 BLOCKS = {"nvlink": 16, "no-p2p": 4, "consumer": 4}  # of NCCL
 WORD = 16  # bytes

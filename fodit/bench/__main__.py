@@ -5,7 +5,7 @@ import argparse
 import torch.distributed as dist
 
 from fodit.bench import kernels, ops, step
-from fodit.bench.setting import PROFILES, Setting
+from fodit.tune.setting import PROFILES, Setting
 
 
 def main(arguments: list[str] | None = None) -> None:

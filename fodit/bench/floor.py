@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fodit.bench.setting import Setting
+from fodit.tune.setting import Setting
 
 SUSTAINED_MS = 3000.0  # clocks have settled by half of it
 FEWEST_LAYERS = 3

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from fodit.bench.ops import SHAPES, parse_shapes
-from fodit.bench.setting import Setting
 from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
 from fodit.ops.executor import CudaExecutor, choose_kernel
 from fodit.plan import all_reduce_plan
+from fodit.tune.setting import Setting
 
 WORST_ERROR = 1e-2  # relative; bf16 rounds by 4e-3
 CUBLAS = "cublas"

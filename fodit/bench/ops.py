@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fodit.bench.setting import Setting
 from fodit.ops import Communicator, gemm_all_reduce
 from fodit.parallel import nccl_options
 from fodit.plan import all_reduce_plan
@@ -35,6 +34,7 @@ from fodit.tune.measure import measure, this_machine
 from fodit.tune.operation import Operation, shared_kernels
 from fodit.tune.planner import Planner, untuned
 from fodit.tune.search import Shape
+from fodit.tune.setting import Setting
 from fodit.tune.store import Plans
 from fodit.tune.tuner import Tuner
 

@@ -22,10 +22,10 @@ from fodit.agreement import describe, everyone, together
 from fodit.bench.floor import Floor, layer_floor, layer_work
 from fodit.bench.model import DTYPE, Model, make_model, transformers
 from fodit.bench.numerics import BAR, Comparison, call_in_fp32, in_fp32
-from fodit.bench.setting import Setting
 from fodit.bench.ways import Fodit, Way, chosen_ways
 from fodit.models.sequence import HeadGroups
 from fodit.testing import dummy
+from fodit.tune.setting import Setting
 
 COMPILE_STEPS = 2  # of the call in which blocks compile
 REASON_LENGTH = 300

@@ -10,9 +10,9 @@ import torch
 
 from fodit.bench import xdit
 from fodit.bench.model import Model, transformers, twin
-from fodit.bench.setting import Setting
 from fodit.models.sequence import HeadGroups
 from fodit.parallel import ParallelConfig
+from fodit.tune.setting import Setting
 
 COMPILE = {"fullgraph": False}  # arguments of torch.compile
 

@@ -7,13 +7,13 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from fodit.bench.setting import PROFILES, Setting
 from fodit.ops.communicator import Communicator
 from fodit.parallel import nccl_options, world_size
 from fodit.tune.clock import Clock
 from fodit.tune.measure import measure, this_machine
 from fodit.tune.operation import shared_kernels
 from fodit.tune.planner import agreed_files
+from fodit.tune.setting import PROFILES, Setting
 from fodit.tune.shapes import Model, model
 from fodit.tune.store import Plans, plans_path, profile_path
 from fodit.tune.tuner import Tuner

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fodit.bench.setting import PROFILES, Setting
 from fodit.ops.communicator import Communicator, sms_beside_nccl
 from fodit.ops.executor import choose_kernel
 from fodit.parallel import nccl_options
@@ -29,6 +28,7 @@ from fodit.tune.operation import Operation, shared_kernels
 from fodit.tune.predict import overlapped_ms, serial_ms
 from fodit.tune.profile import CUBLAS
 from fodit.tune.search import Candidate, Shape, candidates
+from fodit.tune.setting import PROFILES, Setting
 from fodit.tune.shapes import model
 from fodit.tune.store import Plans
 from fodit.tune.tuner import STATIC_GROUPS, STATIC_SLABS, Tuner

@@ -21,12 +21,12 @@ from diffusers import CogVideoXPipeline, WanPipeline
 from torch import nn
 
 from fodit.bench.floor import layer_floor_ms, layer_work
-from fodit.bench.setting import Setting
 from fodit.kernels import rows
 from fodit.kernels.modulation import Modulation
 from fodit.models import attach
 from fodit.parallel import ParallelConfig, ProcessGroups
 from fodit.testing import dummy
+from fodit.tune.setting import Setting
 
 BANDWIDTH = 4.0e12  # bytes a second, read and written
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3, torch.float16: 4e-4}  # rms of one rounding is below

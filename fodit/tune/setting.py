@@ -1,4 +1,4 @@
-"""Where a benchmark runs: the link profile, the stream, and what goes into the result's file."""
+"""Where something is measured: the link profile, the stream, and what goes into the result's file."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ CONSUMER_SMS = 24
 
 
 class Setting:
-    """One rank of a benchmark under torchrun, in a link profile.
+    """One rank of a measurement under torchrun, in a link profile.
 
     nvlink: the machine as it is. no-p2p: NCCL through host memory, as on GeForce cards. consumer: that link, and
     compute on a green context of 24 SMs, about an RTX 4090 on an H200.
