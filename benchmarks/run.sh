@@ -1,11 +1,44 @@
 #!/usr/bin/env bash
-# All checks and benchmarks, each under a time limit of its own; results as JSON into OUT. Two GPUs, but for "kernels".
-#   benchmarks/run.sh OUT [checks|kernels|ops|record|steps ...]        (default: all)
-# LIMIT seconds each (default 600). PROFILES, MODELS, LAYERS, WAYS and SHAPES narrow the benchmarks; for example
-#   LAYERS=6 WAYS="fodit, ulysses" PROFILES=no-p2p benchmarks/run.sh OUT steps
 set -uo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: benchmarks/run.sh OUT [PART ...]
+
+Checks and benchmarks, each under a time limit of its own; results go as JSON
+into the folder OUT. Two GPUs, but for "kernels".
+
+parts (default: all, in this order)
+  checks    the tests that need GPUs
+  kernels   the kernels alone, next to cuBLAS
+  ops       products with a collective, next to cuBLAS and NCCL
+  record    a profile of the machine, and what predictions are checked by
+  steps     denoising steps of whole models, next to diffusers
+
+environment variables
+  LIMIT     seconds for each benchmark (default: 600)
+  PROFILES  of ops, record and steps (default: nvlink no-p2p consumer).
+            nvlink is the machine as it is, whatever its links are; no-p2p is
+            NCCL through host memory; consumer is that with 24 SMs to compute
+  MODELS    of steps (default: CogVideoX-2b CogVideoX-5b CogVideoX1.5-5b
+            Wan2.1-T2V-1.3B Wan2.1-T2V-14B)
+  LAYERS    of steps: shorten the transformers to so many layers
+  WAYS      of steps: only ways whose names contain one of the texts a|b|c
+  SHAPES    of kernels and ops: M,N,K/M,N,K/... (default: those of the models)
+
+two consumer cards, as they are:
+  PROFILES=nvlink MODELS="CogVideoX-5b Wan2.1-T2V-1.3B" benchmarks/run.sh OUT
+a few layers only:
+  LAYERS=6 WAYS="fodit, ulysses" PROFILES=no-p2p benchmarks/run.sh OUT steps
+TEXT
+}
+
+case " $* " in
+    *" -h "* | *" --help "*) usage; exit 0 ;;
+    "  ") usage >&2; exit 2 ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${1:?"usage: benchmarks/run.sh OUT [checks|kernels|ops|record|steps ...]"}
+out=$1
 shift
 what=${*:-checks kernels ops record steps}
 profiles=${PROFILES:-nvlink no-p2p consumer}

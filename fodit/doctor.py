@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -9,6 +10,7 @@ from fodit.kernels.binding import Kernel, load
 from fodit.kernels.gemm import DTYPES, kernels_for
 from fodit.kernels.selftest import failure
 from fodit.report import versions
+from fodit.tune.profile import Profile
 from fodit.tune.store import folder
 
 # Variables that take the overlap away, and how.
@@ -43,12 +45,27 @@ def _wrong_kernels(kernels: Sequence[Kernel], device: torch.device) -> list[str]
     return [f"warning: {name} in {dtype}: {reason}" for name, dtype, reason in found if reason is not None]
 
 
+def _measured_machines(gpus: Sequence[str]) -> list[str]:
+    """What `fodit tune` has stored, and whether any of it was measured on GPUs of these names alone."""
+    machines, broken = [], []
+    for path in sorted(folder().glob("*.profile.json")):
+        try:
+            machines.append(Profile.load(path).machine)
+        except ValueError as error:
+            broken.append(f"warning: {error}")
+    measured = any(set(machine.gpus) <= set(gpus) for machine in machines)
+    advice = "" if measured else ": plans are predicted from a short probe until `fodit tune` has measured this one"
+    found = f"plans: {len(machines)} measured machines in {folder()}{advice}"
+    return [found, *broken, *(f"measured: {machine}" for machine in machines)]
+
+
 def doctor() -> str:
-    """Devices, versions, kernels, and every reason why something would fall back, as text.
+    """Devices, versions, the package that runs, kernels, and every reason why something would fall back, as text.
 
     >>> print(fodit.doctor())
     """
     lines = [", ".join(f"{name} {version}" for name, version in versions().items() if version)]
+    lines.append(f"package: {Path(__file__).parent}")  # in a checkout's folder its copy runs, not the installed one
     count = torch.cuda.device_count()
     found = load()
     lines.append(f"kernels: {found if isinstance(found, str) else f'{found.path} ({found.build_info})'}")
@@ -63,9 +80,7 @@ def doctor() -> str:
             lines.append(f"{name}: {kernels[0].family.name.lower()} kernels {', '.join(k.name for k in kernels)}")
             lines += _wrong_kernels(kernels, torch.device("cuda", index))
     if count > 1:
-        measured = len(list(folder().glob("*.profile.json")))
-        advice = "" if measured else ": plans are predicted from a short probe until `fodit tune` has measured this one"
-        lines.append(f"plans: {measured} measured machines in {folder()}{advice}")
+        lines += _measured_machines([torch.cuda.get_device_name(index) for index in range(count)])
         linked = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
         lines.append("peer access between the GPUs" if linked else "no peer access: NCCL goes through host memory")
     lines += [f"warning: {text}" for text in harmful_environment()]

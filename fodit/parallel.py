@@ -25,7 +25,8 @@ class ParallelConfig:
         cfg: 2 puts the conditional and the unconditional pass of guidance on different ranks, 1 does not.
         ulysses: ranks that share one sequence, each attending some of the heads. At most the number of heads.
         speeds: relative speeds of the ranks that share a sequence, in their order, for cards of different kinds: (2, 1)
-            gives the first one two thirds of the tokens and of the heads. None takes them for equal.
+            gives the first one two thirds of the tokens and of the heads. None takes them for equal. Without `ulysses`
+            there are as many ranks to a sequence as speeds.
         ring, tp: ring attention and tensor parallelism; only 1 so far.
         timeout_s: seconds after which a rank that waits for another gives up. Loading counts too: allow for the
             slowest rank's disk.
@@ -55,6 +56,8 @@ class ParallelConfig:
                 )
         if self.max_ctas is not None and self.max_ctas < 1:
             raise ValueError(f"max_ctas must be at least 1 or None, got {self.max_ctas}")
+        if self.speeds is not None:
+            object.__setattr__(self, "speeds", tuple(self.speeds))  # a list is not hashable, plans must be
         if self.speeds is not None and not all(isinstance(one, int) and one >= 1 for one in self.speeds):
             raise ValueError(f"speeds must be whole numbers >= 1, one for each rank of a sequence, got {self.speeds}")
         if self.timeout_s <= 0:
@@ -75,6 +78,8 @@ class ParallelConfig:
             ValueError: the degrees do not multiply to the world size, or there are fewer heads than Ulysses ranks.
         """
         cfg, ulysses = self.cfg, self.ulysses
+        if ulysses is None and self.speeds is not None:
+            ulysses = len(self.speeds)
         if cfg is None:
             left = world_size // ulysses if ulysses and world_size % ulysses == 0 else world_size
             cfg = 2 if guided and left % 2 == 0 and (ulysses is None or left == 2) else 1

@@ -11,14 +11,11 @@ in front. All times are seconds, all sizes are bytes::
       "model": {"pipeline": "FoCogVideoXPipeline", "name": "zai-org/CogVideoX-5b", "dtype": "bfloat16"},
       "call": {"height": 480, "width": 720, "num_frames": 49, "steps": 50, "guidance_passes": 2},
       "parallel": {"cfg": 1, "ulysses": 2, "ring": 1, "tp": 1, "world_size": 2},
-      "overlap": true,
-      "total_s": 231.4,
+      "overlap": true, "total_s": 231.4,
       "ranks": [
-        {
-          "rank": 0, "device": "NVIDIA H200",
-          "text_encoding_s": 0.8, "decoding_s": 4.9, "peak_memory_bytes": 25769803776,
-          "steps": [{"wall_s": 4.5, "compute_s": 4.4, "communication_s": 1.2, "exposed_s": 0.1}, ...]
-        }, ...
+        {"rank": 0, "device": "NVIDIA H200",
+         "text_encoding_s": 0.8, "decoding_s": 4.9, "peak_memory_bytes": 25769803776,
+         "steps": [{"wall_s": 4.5, "compute_s": 4.4, "communication_s": 1.2, "exposed_s": 0.1}, ...]}, ...
       ],
       "versions": {"fodit": "0.1.0", "python": "3.12.1", "torch": "2.13.0", "cuda": null, ...},
       "plans": ["all_reduce: slabs 1-4-4-1, 8 SMs free; predicted 12.10 ms, serial 14.52 ms (shipped)"],
@@ -43,6 +40,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 SCHEMA = 1
+_TIMES = ("wall", "compute", "communication", "exposed")  # of a StepTime, with _s behind
 _WIDTH = 100
 _FOLD = 12  # a longer list of steps is printed as its first rows and its last
 
@@ -52,7 +50,7 @@ class StepTime:
     """One denoising step on one rank.
 
     wall_s: from the step's start to its end, seconds.
-    communication_s: while a collective was under way, seconds, hidden or not.
+    communication_s: while at least one collective was under way, seconds, hidden or not.
     exposed_s: while the compute stream did nothing but wait for communication, seconds.
     """
 
@@ -98,8 +96,7 @@ class RankReport:
         steps = _warm(self.steps)
         if not steps:
             return None
-        times = [item.name for item in fields(StepTime)]
-        return StepTime(**{name: median(getattr(step, name) for step in steps) for name in times})
+        return StepTime(**{item.name: median(getattr(step, item.name) for step in steps) for item in fields(StepTime)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +143,7 @@ class Report:
     total_s: the whole call on rank 0, seconds.
     ranks: one :class:`RankReport` a rank, by rank.
     versions: name to version, None for what is absent; see :func:`versions`.
-    plans: one line for each plan that ran: what was chosen, its predicted and measured times, and without overlap.
+    plans: one line for each plan of the session: what was chosen, its predicted and measured times, without overlap.
     notes: one sentence for each thing that was not done as asked: a fallback, a setting without effect.
     created: end of the call, ISO 8601 in UTC.
     """
@@ -198,11 +195,9 @@ class Report:
         for a field that is missing or of the wrong type, by its name.
         """
         source = _Reader(data)
-        if source.data.get("schema") != SCHEMA:
-            raise ValueError(
-                f"the report has schema {source.data.get('schema')!r}, this fodit reads schema {SCHEMA}: "
-                "load it with the fodit that wrote it"
-            )
+        if (schema := source.data.get("schema")) != SCHEMA:
+            wanted = f"this fodit reads schema {SCHEMA}: load it with the fodit that wrote it"
+            raise ValueError(f"the report has schema {schema!r}, {wanted}")
         return cls(
             model=_flat(Model, source.child("model"), str),
             call=_flat(Call, source.child("call"), int),
@@ -226,9 +221,14 @@ class Report:
     def load(cls, path: str | Path) -> Report:
         """Read what :meth:`save` wrote. Raises ValueError, naming the file, if it is no such report."""
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if isinstance(data, dict) and isinstance(data.get("schema"), int):
+                return cls.from_dict(data)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path} is not a report of fodit's")
 
     def __str__(self) -> str:
         """The table, at most 100 columns wide."""
@@ -249,8 +249,7 @@ def versions() -> dict[str, str | None]:
         "fodit": fodit.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "diffusers": _installed("diffusers"),
-        "transformers": _installed("transformers"),
+        **{name: _installed(name) for name in ("diffusers", "transformers")},
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, nccl)) if nccl else None,
     }
@@ -290,8 +289,7 @@ class _Reader:
         return _Reader(self.get(name, dict), f"{self.where}{name}.")
 
     def children(self, name: str) -> list[_Reader]:
-        items = self.get(name, list)
-        return [_Reader(item, f"{self.where}{name}[{index}].") for index, item in enumerate(items)]
+        return [_Reader(item, f"{self.where}{name}[{i}].") for i, item in enumerate(self.get(name, list))]
 
 
 def _flat(cls: type, source: _Reader, kind: type) -> Any:
@@ -300,14 +298,9 @@ def _flat(cls: type, source: _Reader, kind: type) -> Any:
 
 
 def _rank(source: _Reader) -> RankReport:
-    return RankReport(
-        rank=source.get("rank", int),
-        device=source.get("device", str),
-        text_encoding_s=source.get("text_encoding_s", float),
-        decoding_s=source.get("decoding_s", float),
-        peak_memory_bytes=source.get("peak_memory_bytes", int),
-        steps=[_flat(StepTime, step, float) for step in source.children("steps")],
-    )
+    kinds = {"rank": int, "device": str, "text_encoding_s": float, "decoding_s": float, "peak_memory_bytes": int}
+    steps = [_flat(StepTime, step, float) for step in source.children("steps")]
+    return RankReport(**{name: source.get(name, kind) for name, kind in kinds.items()}, steps=steps)
 
 
 def _warm(steps: list[T]) -> list[T]:
@@ -365,10 +358,13 @@ def _where_it_went(report: Report) -> Iterator[str]:
         hidden = report.hidden_share
         what = "no communication" if hidden is None else f"{hidden:.0%} of the communication hidden"
         yield f"{'median step':<16}{report.median_step_s:10.3f} s, {what}"
+    most = max(rank.peak_memory_bytes for rank in report.ranks) / 2**30
+    of_all = f", the most of {len(report.ranks)} ranks" if len(report.ranks) > 1 else ""
+    yield f"{'peak memory':<16}{most:10.3f} GiB{of_all}"
 
 
 def _steps(rank: RankReport, unit: str, scale: float) -> list[str]:
-    headings = [f"rank {rank.rank}, {unit}", "wall", "compute", "communication", "exposed", "hidden"]
+    headings = [f"rank {rank.rank}, {unit}", *_TIMES, "hidden"]
     rows = [_step_row(f"step {index}", step, scale) for index, step in enumerate(rank.steps, 1)]
     if len(rows) > _FOLD:
         rows[4:-2] = [[f"{len(rows) - 6} more"]]
@@ -379,30 +375,21 @@ def _steps(rank: RankReport, unit: str, scale: float) -> list[str]:
 
 
 def _step_row(label: str, step: StepTime, scale: float) -> list[str]:
-    times = (step.wall_s, step.compute_s, step.communication_s, step.exposed_s)
-    share = step.hidden_share
-    return [label, *(f"{time * scale:.3f}" for time in times), "-" if share is None else f"{share:.0%}"]
+    times = [f"{getattr(step, f'{name}_s') * scale:.3f}" for name in _TIMES]
+    return [label, *times, "-" if step.hidden_share is None else f"{step.hidden_share:.0%}"]
 
 
 def _differences(ranks: list[RankReport], unit: str, scale: float) -> list[list[str]]:
     """Rows of minimum, median and maximum over the ranks, of what is not the same on all."""
-    medians = [rank.median_step for rank in ranks]
-    steps = [step for step in medians if step]
-    quantities = {
-        f"step, wall, {unit}": [step.wall_s * scale for step in steps],
-        f"step, compute, {unit}": [step.compute_s * scale for step in steps],
-        f"step, communication, {unit}": [step.communication_s * scale for step in steps],
-        f"step, exposed, {unit}": [step.exposed_s * scale for step in steps],
+    steps = [rank.median_step for rank in ranks if rank.steps]
+    quantities = {f"step, {name}, {unit}": [getattr(step, f"{name}_s") * scale for step in steps] for name in _TIMES}
+    quantities |= {
         "text encoding, s": [rank.text_encoding_s for rank in ranks],
         "decoding, s": [rank.decoding_s for rank in ranks],
         "peak memory, GiB": [rank.peak_memory_bytes / 2**30 for rank in ranks],
     }
-    rows = [
-        [name, *(f"{value:.3f}" for value in (min(values), median(values), max(values)))]
-        for name, values in quantities.items()
-        if values
-    ]
-    return [row for row in rows if row[1] != row[3]]
+    shown = {name: [f"{of(values):.3f}" for of in (min, median, max)] for name, values in quantities.items() if values}
+    return [[name, *row] for name, row in shown.items() if row[0] != row[2]]
 
 
 def _columns(headings: list[str], rows: list[list[str]]) -> list[str]:

@@ -44,7 +44,7 @@ class Timeline:
             return None
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))  # a thread's current device may be another one
             return event
         return time.perf_counter()
 
@@ -77,7 +77,7 @@ class Timeline:
             self._steps[-1].end = self.mark() if mark is None else mark
 
     def steps(self) -> list[StepTime]:
-        """The finished steps. Waits for the device."""
+        """The finished steps; what is under way twice counts once. Waits for the device."""
         if not self.enabled:
             return []
         if self.device.type == "cuda":
@@ -86,17 +86,29 @@ class Timeline:
         for step in self._steps:
             if step.end is None:
                 continue
-            total = {COMMUNICATION: 0.0, EXPOSED: 0.0}
+            wall = _seconds(step.begin, step.end)
+            spans: dict[str, list[tuple[float, float]]] = {COMMUNICATION: [], EXPOSED: []}
             for kind, begin, end in step.spans:
-                total[kind] += _seconds(begin, end)
+                spans[kind].append((_seconds(step.begin, begin), _seconds(step.begin, end)))
             result.append(
                 StepTime(
-                    wall_s=_seconds(step.begin, step.end),
-                    communication_s=total[COMMUNICATION],
-                    exposed_s=total[EXPOSED],
+                    wall_s=wall,
+                    communication_s=_covered(spans[COMMUNICATION], wall),
+                    exposed_s=_covered(spans[EXPOSED], wall),
                 )
             )
         return result
+
+
+def _covered(spans: list[tuple[float, float]], wall: float) -> float:
+    """Seconds from 0 to `wall` that lie in at least one of the spans."""
+    total = done = 0.0
+    for begin, end in sorted(spans):
+        begin, end = max(begin, done), min(end, wall)
+        if end > begin:
+            total += end - begin
+            done = end
+    return total
 
 
 def _seconds(begin: Any, end: Any) -> float:

@@ -39,14 +39,12 @@ def save_video(video: Any, path: str | Path, fps: float = 16) -> Path | None:
 
     Other ranks return None at once: when rank 0 is done is not theirs to know.
 
-    Raises ValueError for a video, a path or a rate that does not fit, FileNotFoundError for a missing folder,
-    RuntimeError with ffmpeg's own words if the encoder fails.
+    Raises ValueError for a video, a path or a rate that does not fit, OSError for a file that cannot be written there
+    (FileNotFoundError for a missing folder), RuntimeError with ffmpeg's own words if the encoder fails.
     """
     if _rank() != 0:
         return None
-    path = _checked_path(path)
-    if not fps > 0:
-        raise ValueError(f"fps is {fps}, expected a positive number of frames a second")
+    path = check_video(path, fps)
     frames = _frames(video)
 
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
@@ -65,12 +63,25 @@ def _rank() -> int:
     return int(os.environ.get("RANK", 0))  # torchrun's
 
 
-def _checked_path(path: str | Path) -> Path:
+def check_video(path: str | Path, fps: float = 16) -> Path:
+    """Raise what `save_video` would for this path and rate, so that it is known before the video is computed."""
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"cannot write a video to {path}: its name must end in {', '.join(_SUFFIXES)}")
+    if not fps > 0:
+        raise ValueError(f"fps is {fps}, expected a positive number of frames a second")
+    return check_file(path)
+
+
+def check_file(path: str | Path) -> Path:
+    """Raise OSError if no file can be written to `path`: its folder is missing or closed, or it is a folder itself."""
+    path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise IsADirectoryError(f"cannot write {path}: it is a folder")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"cannot write {path}: the folder {path.parent} does not allow it")
     return path
 
 

@@ -71,6 +71,8 @@ class Session:
         Args:
             compute_sms: SMs that products may take; None takes all.
         """
+        if compute_sms is not None:
+            self.groups.ulysses.compute_sms = compute_sms
         if self.overlap:
             self.groups.ulysses.planner = planner_for(self.groups.ulysses, self.control, compute_sms)
 
@@ -80,7 +82,7 @@ class Session:
             # A compiled transformer is traced as it is attached: hooks and processors are the inner one's.
             transformer, present = getattr(pipe, name, None), self.attachments.get(name)
             transformer = unwrap_module(transformer) if transformer is not None else None
-            if present is not None and present.transformer is not transformer:
+            if present is not None and (present.transformer is not transformer or not present.intact):
                 self.attachments.pop(name).detach()
                 present = None
             if transformer is not None and present is None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from diffusers import AutoencoderKLWan, CogVideoXTransformer3DModel, FirstBlockCacheConfig, WanTransformer3DModel
+from diffusers.hooks import apply_first_block_cache
 from torch import nn
 
 from fodit.models import attach
@@ -81,6 +82,86 @@ def attach_and_detach(make):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_detach_gives_the_untouched_transformer_back(pool, make, ranks):
     assert max(pool.run(ranks, attach_and_detach, make)) < 1e-5
+
+
+def detached_from_two_passes(make):
+    """Two hooks on one module, of which the later one has a forward of its own."""
+    transformer = make()
+    before = snapshot(transformer)
+    with torch.no_grad():
+        attachment = attach(transformer, groups(cfg=2), guided=lambda: False)
+        transformer(**inputs(transformer))
+        attachment.detach()
+    return snapshot(transformer) == before
+
+
+def test_detach_with_cfg_2(pool):
+    assert pool.run(4, detached_from_two_passes, wan) == [True] * 4
+
+
+def given_otherwise(make, parallel, options, change):
+    """The largest error of what an attached transformer returns, and its notes."""
+    transformer = make()
+    given = inputs(transformer)
+    change(transformer, given)
+    made = ProcessGroups(ParallelConfig(**parallel).resolve(initialise(CPU, 60).size(), 4), CPU)
+    made.ulysses.planner = Planner(shipped()["h200-x2-no-p2p"])
+    with torch.no_grad():
+        wanted = transformer(**given).sample
+        attachment = attach(transformer, made, **options)
+        found = transformer(**given).sample
+    return float((found - wanted).abs().max()), attachment.notes + sorted(made.ulysses.fallbacks)
+
+
+def nothing(transformer, given):
+    pass
+
+
+def one_timestep_for_two(transformer, given):
+    for name in ("hidden_states", "encoder_hidden_states"):
+        given[name] = torch.cat([given[name][:1], 2 * given[name][:1]])
+    given["timestep"] = torch.tensor([500])
+
+
+def halved_attention(transformer, given):
+    for block in getattr(transformer, "transformer_blocks", None) or transformer.blocks:
+        block.attn1.register_forward_hook(
+            lambda _module, _args, out: out / 2 if torch.is_tensor(out) else tuple(one / 2 for one in out)
+        )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "options", "change", "note"),
+    [
+        ({"cfg": 1}, {"head_groups": [1, 1]}, nothing, None),
+        ({"cfg": 1, "speeds": [2, 1]}, {}, nothing, None),
+        ({"cfg": 1}, {}, one_timestep_for_two, None),
+        ({"cfg": 1}, {}, halved_attention, "attention has hooks"),
+    ],
+)
+@pytest.mark.parametrize("make", [wan, cogvideox])
+def test_what_else_may_be_given(pool, make, parallel, options, change, note):
+    for error, notes in pool.run(2, given_otherwise, make, parallel, options, change):
+        assert error < 1e-5
+        assert note is None or make is wan or any(note in one for one in notes), notes
+
+
+def under_autocast(make):
+    transformer = make()
+    given = inputs(transformer)
+    made = groups(cfg=1)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = transformer(**given).sample
+        attachment = attach(transformer, made)
+        found = transformer(**given).sample
+    return float((found - wanted).norm() / wanted.norm()), attachment.notes + sorted(made.ulysses.fallbacks)
+
+
+@pytest.mark.parametrize("make", [wan, cogvideox])
+def test_autocast_is_right_and_said(pool, make):
+    for error, notes in pool.run(2, under_autocast, make):
+        assert error < 0.02
+        assert sum("torch.autocast is on" in one for one in notes) == 2
 
 
 def with_own_projection(make):
@@ -195,6 +276,23 @@ def test_offloaded_weights_of_norms(make):
         assert torch.equal(transformer(**given).sample, wanted)
 
 
+@pytest.mark.parametrize("make", [wan, cogvideox])
+def test_weights_of_norms_from_the_disk(make, tmp_path):
+    """Group offloading by leaves brings a module's weights when it is called; some are used without a call."""
+    transformer = make()
+    given = inputs(transformer)
+    with torch.no_grad():
+        for name, weight in transformer.named_parameters():
+            if "norm_q" in name or "norm_k" in name:
+                weight.mul_(3)
+        wanted = transformer(**given).sample
+        transformer.enable_group_offload(
+            onload_device=CPU, offload_device=CPU, offload_type="leaf_level", offload_to_disk_path=str(tmp_path)
+        )
+        attach(transformer, groups())
+        assert torch.allclose(transformer(**given).sample, wanted, atol=1e-5)
+
+
 def test_refusals():
     with pytest.raises(TypeError, match="cannot run a AutoencoderKLWan; supported are CogVideoXTr"):
         attach(AutoencoderKLWan(base_dim=4, num_res_blocks=1), groups())
@@ -209,6 +307,11 @@ def test_refusals():
 
 
 def refusals_on_ranks():
+    transformer = wan()
+    apply_first_block_cache(transformer, FirstBlockCacheConfig())  # is_cache_enabled does not know of it
+    attach(transformer, groups(cfg=1))
+    with torch.no_grad(), transformer.cache_context("x"), pytest.raises(RuntimeError, match="step cache is enabled"):
+        transformer(**inputs(transformer))
     found = []
 
     def failing(change, **degrees):

@@ -140,10 +140,22 @@ def test_several_models(cpu):
     given = ["--model", ",".join(MODELS), "--ways", "fodit, one"]
     step.run(setting, arguments(*given, "--save", "step-{model}.json"))
     assert saved == {f"step-{name}.json": name for name in MODELS}
-    with pytest.raises(ValueError, match=r"one file for 2 models: put \{model\} into its name"):
-        step.run(setting, arguments(*given, "--save", "step.json"))
-    with pytest.raises(ValueError, match="no model CogVideoX-3b; there are CogVideoX-2b"):
-        step.run(setting, arguments("--model", "CogVideoX-3b"))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--model", ",".join(MODELS), "--save", "step.json"], r"one file for 2 models: put \{model\} into its name"),
+        (["--model", "CogVideoX-3b"], "no model CogVideoX-3b; there are CogVideoX-2b"),
+        (["--model", MODELS[0], "--steps", "1"], "--steps 1: at least 2"),
+        (["--model", MODELS[0], "--layers", "99"], "num_layers is 99; Wan2.1-T2V-1.3B can have 1 to 30"),
+        (["--model", MODELS[0], "--head-groups", "1,x"], "--head-groups 1,x: give a number, or relative sizes"),
+        (["--model", MODELS[0], "--head-groups", "0"], "--head-groups 0: give a number"),
+    ],
+)
+def test_arguments_are_checked_first(given, says):
+    with pytest.raises(ValueError, match=says):
+        step.check(arguments(*given))
 
 
 @pytest.mark.parametrize("name", MODELS)

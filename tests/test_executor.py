@@ -101,8 +101,10 @@ class Planner:
     "answer, ran, sms",
     [
         ({"overlap": True, "slabs": (1, 2), "kernel": "small", "free_sms": 12}, ["small", "small"], 120),
-        ({"overlap": True, "slabs": (1, 2), "kernel": None, "free_sms": 0}, ["wide", "wide"], 0),
-        ({"overlap": True, "slabs": (1, 2), "kernel": "of another machine", "free_sms": 0}, ["wide", "wide"], 0),
+        ({"overlap": True, "slabs": (1, 2), "kernel": "small", "free_sms": 0}, ["small", "small"], 132),
+        # Another kernel than was planned must not take the SMs that the planned way needs none of.
+        ({"overlap": True, "slabs": (1, 2), "kernel": None, "free_sms": 0}, ["wide", "wide"], 124),
+        ({"overlap": True, "slabs": (1, 2), "kernel": "of another machine", "free_sms": 0}, ["wide", "wide"], 124),
         ({"overlap": False, "slabs": (1,), "kernel": None, "free_sms": 0}, [], None),
     ],
 )
@@ -110,11 +112,10 @@ def test_a_plan_that_was_chosen(answer, ran, sms):
     generator = torch.Generator().manual_seed(0)
     a, weight = (torch.randn(*shape, generator=generator) for shape in [(300, 16), (500, 16)])
     comm = Communicator(None, CPU)
-    comm.planner = Planner(**answer)
+    comm.planner, comm.compute_sms, comm.gemm_sms = Planner(**answer), 132, 124
     taken = []
     with (
         played_kernels() as runs,
-        patch.object(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
         patch.object(executor, "CudaExecutor", lambda *given: taken.append(given[-1]) or CudaExecutor(*given)),
     ):
         assert torch.allclose(gemm_all_reduce(a, weight, comm=comm), a @ weight.t(), atol=1e-4)

@@ -124,7 +124,7 @@ def timed_case(overlap):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_communication_is_booked(pool, overlap):
     for (step,) in pool.run(2, timed_case, overlap):
-        assert 0 < step.communication_s < step.wall_s * 8  # several slabs may be under way at once
+        assert 0 < step.communication_s <= step.wall_s
         assert 0 < step.exposed_s <= step.wall_s
 
 

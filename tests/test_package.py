@@ -48,6 +48,11 @@ def test_version_is_the_same_everywhere() -> None:
     assert fodit.__version__ == metadata.version("fodit") == PYPROJECT["project"]["version"]
 
 
+def test_the_licence_goes_along() -> None:
+    for pattern in PYPROJECT["project"]["license-files"]:
+        assert [path.name for path in ROOT.glob(pattern)] == ["LICENSE"]
+
+
 def test_every_folder_of_the_library_is_a_package() -> None:
     folders = {path.parent for place in ("fodit", "pipelines") for path in (ROOT / place).rglob("*.py")}
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []

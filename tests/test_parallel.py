@@ -68,7 +68,10 @@ def test_speeds():
     config = ParallelConfig(cfg=2, ulysses=2, speeds=(3, 1), max_ctas=4)
     assert config.resolve(4, 8).speeds == (3, 1)
     with pytest.raises(ValueError, match=r"3 speeds \(3, 1, 1\) for ulysses=2: give one for each rank"):
-        ParallelConfig(speeds=(3, 1, 1), cfg=1).resolve(2, 8)
+        ParallelConfig(speeds=(3, 1, 1), cfg=1, ulysses=2).resolve(2, 8)
+    for ranks, cfg in ((2, 1), (4, 2)):  # as many ranks to a sequence as speeds, where nothing else is said
+        chosen = ParallelConfig(speeds=(2, 1)).resolve(ranks, 8)
+        assert (chosen.cfg, chosen.ulysses) == (cfg, 2)
     with pytest.raises(ValueError, match=r"speeds must be whole numbers >= 1.* got \(1, 0\)"):
         ParallelConfig(speeds=(1, 0))
     with pytest.raises(ValueError, match="max_ctas must be at least 1 or None, got 0"):

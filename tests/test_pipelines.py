@@ -31,6 +31,24 @@ def test_without_generator_all_ranks_use_rank_0s_noise(pool, tiny, kind):
     assert pool.run(2, without_generator, tiny(kind), kind, 2)[0] != first
 
 
+def called_twice(folder, kind, cfg):
+    """Model offloading is set up anew after every call."""
+    options = {"expand_timesteps": True} if kind == "wan2.1" else {}
+    pipe = load(folder, kind, parallel=ParallelConfig(cfg=cfg), offload="model", **options)
+    found = []
+    for _ in range(2):
+        frames = pipe(generator=torch.Generator().manual_seed(0), **CALL | SIZES[kind]).frames
+        found.append((digest(frames), pipe.report.ranks[0].median_step.communication_s > 0))
+    return found
+
+
+@pytest.mark.parametrize("cfg", [1, 2])
+@pytest.mark.parametrize("kind", ["cogvideox-rope", "wan2.1"])
+def test_offloaded_and_called_twice(pool, tiny, kind, cfg):
+    for first, second in pool.run(2, called_twice, tiny(kind), kind, cfg):
+        assert first == second and second[1]
+
+
 def output_on_rank_0(folder, kind, return_dict):
     pipe = load(folder, kind, output_rank=0)
     output = pipe(**CALL | SIZES[kind], return_dict=return_dict)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fodit.report import SCHEMA, Call, Model, Parallel, RankReport, Report, StepTime, versions
+from fodit.timeline import COMMUNICATION, EXPOSED, Timeline
 
 WARM_UP = StepTime(wall_s=9.0, communication_s=2.0, exposed_s=2.0)
 STEPS = [
@@ -97,6 +102,73 @@ def test_a_report_without_ranks_is_refused() -> None:
         make_report(ranks=[])
 
 
+# Timeline
+
+
+class Event:
+    """A CUDA event as its timeline reads it, milliseconds after some moment."""
+
+    def __init__(self, seconds: float) -> None:
+        self.ms = seconds * 1e3
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.ms - self.ms
+
+
+def one_step(
+    monkeypatch: pytest.MonkeyPatch, mark: Callable[[float], Any], spans: list[tuple[str, float, float]]
+) -> StepTime:
+    """A step from 1 s to 9 s with these spans; marks are taken by `mark`."""
+    timeline = Timeline(torch.device("cpu"))
+    borders = iter([mark(1.0), mark(9.0)])
+    monkeypatch.setattr(timeline, "mark", lambda: next(borders))
+    timeline.begin_step()
+    for kind, begin, end in spans:
+        timeline.add(kind, mark(begin), [mark(end)])
+    timeline.end_step()
+    (step,) = timeline.steps()
+    return step
+
+
+@pytest.mark.parametrize("mark", [float, Event])
+@pytest.mark.parametrize(
+    ("spans", "seconds"),
+    [
+        ([], 0.0),
+        ([(2.0, 3.0), (4.0, 6.0)], 3.0),
+        ([(2.0, 3.0), (3.0, 4.0)], 2.0),
+        ([(2.0, 5.0), (3.0, 6.0), (4.0, 4.5)], 4.0),
+        ([(4.0, 6.0), (2.0, 8.0), (2.0, 3.0)], 6.0),  # ended in another order than they began
+        ([(2.0, 8.0)] * 4, 6.0),
+        ([(0.5, 2.0), (8.0, 10.0), (9.5, 11.0)], 2.0),  # of the step's own time only
+    ],
+)
+def test_what_overlaps_is_booked_once(
+    monkeypatch: pytest.MonkeyPatch, mark: Any, spans: list[tuple[float, float]], seconds: float
+) -> None:
+    step = one_step(monkeypatch, mark, [(COMMUNICATION, *span) for span in spans])
+    assert step == StepTime(wall_s=8.0, communication_s=seconds, exposed_s=0.0)
+
+
+@pytest.mark.parametrize("mark", [float, Event])
+def test_kinds_are_booked_side_by_side(monkeypatch: pytest.MonkeyPatch, mark: Any) -> None:
+    spans = [(COMMUNICATION, 2.0, 5.0), (EXPOSED, 4.0, 5.0), (COMMUNICATION, 3.0, 6.0), (EXPOSED, 5.5, 6.0)]
+    assert one_step(monkeypatch, mark, spans) == StepTime(wall_s=8.0, communication_s=4.0, exposed_s=1.5)
+
+
+def test_thousands_of_spans_are_read_at_once() -> None:
+    timeline = Timeline(torch.device("cpu"))
+    timeline.begin_step()
+    begin = time.perf_counter()
+    for index in range(10_000):
+        timeline.add(COMMUNICATION, begin + index, begin + index + 2)
+    timeline.end_step()
+    begin = time.perf_counter()
+    (step,) = timeline.steps()
+    assert time.perf_counter() - begin < 1
+    assert 0 < step.communication_s <= step.wall_s
+
+
 # JSON
 
 
@@ -175,11 +247,23 @@ def test_whole_seconds_are_read() -> None:
     assert Report.from_dict({**make_report().to_dict(), "total_s": 21}).total_s == 21
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"schema": 1, "model": []}'])
-def test_a_file_that_is_no_report_is_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "other.json is not JSON: Expecting value"),
+        (b"{", "other.json is not JSON: Expecting property name"),
+        (b"\xff\xfe", "other.json is not JSON: 'utf-8' codec can't decode"),
+        (b"[]", "other.json is not a report of fodit's"),
+        (b"{}", "other.json is not a report of fodit's"),
+        (b'{"schema": "https://json-schema.org/"}', "other.json is not a report of fodit's"),
+        (b'{"schema": 2}', "other.json: the report has schema 2, this fodit reads schema 1"),
+        (b'{"schema": 1, "model": []}', "other.json: the field model is []"),
+    ],
+)
+def test_a_file_that_is_no_report_is_named(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"other\.json: "):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(says)):
         Report.load(path)
 
 
@@ -218,6 +302,13 @@ def test_ranks_are_compared_where_they_differ() -> None:
     assert line(report, "peak memory, GiB") == ["1.000", "2.000", "3.000"]
     assert line(report, "decoding, s") == ["0.000", "0.750", "1.500"]
     assert "text encoding, s" not in str(report)
+
+
+def test_peak_memory_is_always_shown() -> None:
+    assert line(make_report(ranks=[rank_report()]), "peak memory") == ["3.000", "GiB"]
+    alike, apart = make_report(), make_report(ranks=[rank_report(0), rank_report(1, peak_memory_bytes=5 * 2**30)])
+    assert line(alike, "peak memory  ") == ["3.000", "GiB,", "the", "most", "of", "2", "ranks"]
+    assert line(apart, "peak memory  ") == ["5.000", "GiB,", "the", "most", "of", "2", "ranks"]
 
 
 def test_one_process_has_no_communication_to_hide() -> None:

@@ -210,6 +210,19 @@ def test_what_holds_collectives_up(link):
         assert held == (set() if link == "consumer" else {"0", CUBLAS, "attention"} & set(both)), op
 
 
+def test_holds_are_the_kernels_not_the_links():
+    """On a link three times as fast collectives still wait for the end of an attention; not on GPUs before Hopper."""
+    known = shipped()["h200-x2-no-p2p"]
+    fast = known.rescaled({"all_reduce": Curve(((1e6, 1 / 3),))}, 1.0, known.machine, "faster")
+    assert fast.alone["all_to_all"](1e7) == pytest.approx(known.alone["all_to_all"](1e7) / 3)
+    for profile in (fast, known.rescaled({"all_reduce": Curve(((1e6, 3.0),))}, 1.0, known.machine, "slower")):
+        assert profile.holds("all_to_all", "attention") and profile.holds("all_to_all", CUBLAS)
+        assert not profile.holds("all_to_all", "8")
+    free = known.without_holds()
+    assert not free.holds("all_to_all", "attention") and not free.holds("all_reduce", CUBLAS)
+    assert free.holds("all_to_all", "0"), "a kernel on all SMs stays one"
+
+
 def test_several_parts_hide_behind_each_other():
     """Long enough an MLP hides the exchange of q, k and v, and a part's attention the way back of another's."""
     line = Curve(((1e6, 1e-3), (101e6, 0.1)))
@@ -473,14 +486,17 @@ def test_planner():
     other = planner.choice("all_reduce", 2000, 640, 64)
     assert other.source == "predicted from the measured profile" and other.measured_ms is None
     assert planner.choice("all_reduce", 2000, 640, 64) is other
-    assert planner.head_groups(100, 1, 6, 64, 2) == (1, 2)
+    assert planner.choice("all_reduce", 1000, 640, 64, torch.float16) == tuned, "as fast in either 16-bit type"
+    assert planner.choice("all_reduce", 1000, 640, 64, torch.float32) != tuned
+    for dtype in (torch.bfloat16, torch.float16):
+        assert planner.head_groups(100, 1, 6, 64, 2, dtype) == (1, 2)
     assert planner.head_groups(101, 1, 6, 64) in partitions(3)
     layout = UlyssesLayout(0, 2, 100, 1, 6, 64, (1, 2))
     mine = planner.product(layout.projection_plan, 384)
     assert (mine.kernel, mine.free_sms, mine.slabs, mine.source) == ("ampere_128x128x32", 2, (1, 2), "tuned")
     whole = planner.product(UlyssesLayout(0, 2, 100, 1, 6, 64).projection_plan, 384)
     assert not whole.overlap and whole.source != "tuned"
-    assert len(planner.asked) == 7 and all(" ms" in line for line in planner.asked)
+    assert len(planner.asked) == 10 and all(" ms" in line for line in planner.asked)
     # A kernel that this machine's library lacks is not promised.
     elsewhere = Planner(profile, plans=make_plans(profile), kernels=())
     assert elsewhere.choice("all_reduce", 1000, 640, 64).kernel is None

@@ -17,7 +17,7 @@ from fodit.bench import ops
 from fodit.kernels import gemm
 from fodit.ops import Communicator
 from fodit.parallel import initialise
-from fodit.tune import command, measure, operation, probe, record, store, tuner, works
+from fodit.tune import measure, operation, probe, record, store, tuner, works
 from fodit.tune import planner as planning
 from fodit.tune.choice import Choice
 from fodit.tune.clock import Clock
@@ -67,6 +67,7 @@ def played_gpu():
         (torch.cuda, "can_device_access_peer", lambda *_: True),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "get_device_properties", lambda _: properties),
+        (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda.nccl, "version", lambda: (2, 28, 9)),
         (gemm, "binding", lambda: SimpleNamespace(wait=lambda *_: None)),
         (measure, "driver_version", lambda: "13000"),
@@ -286,16 +287,30 @@ def test_untuned_without_a_probe(pool, tmp_path):
     assert one[1] == f"predicted from the shipped profile {name}"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_command_refuses(capsys, monkeypatch):
-    assert command.main(["--model", "CogVideoX-5b"]) == 1
-    assert "sees no CUDA device" in capsys.readouterr().err
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert command.main(["--model", "CogVideoX-5b"]) == 1
-    assert "torchrun --nproc-per-node 2" in capsys.readouterr().err
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert command.main(["--model", "CogVideoX-5b", "--cfg", "2"]) == 1
-    assert "cfg=2, ulysses=1" in capsys.readouterr().err
-    given = argparse.Namespace(ulysses=2, cfg=2, tp=1, model="x")
-    assert command._check(given, 4) == 2
+def symmetric(reachable, hosts):
+    """What `_async_tp` says of each operation, and how often torch's symmetric memory was set up for that."""
+    enabled = []
+    with (
+        played_gpu() as stream,
+        ops_bench(stream, []) as setting,
+        patch.object(torch.cuda, "can_device_access_peer", lambda *_: reachable),
+        patch.object(ops.socket, "gethostname", lambda: f"host {setting.rank % hosts}"),
+        patch("torch.distributed._symmetric_memory.enable_symm_mem_for_group", enabled.append),
+    ):
+        setting.profile = "nvlink"
+        bench = ops.Bench(setting, 1)
+        bench._times = lambda *_: [1.0]
+        found = [bench._async_tp(operation.Operation(Shape(op, 64, 512, 16, 2), bench.plain)) for op in ops.OPERATIONS]
+        return found, len(enabled)
+
+
+@pytest.mark.parametrize(
+    ("reachable", "hosts", "wanted"),
+    [(True, 1, ([None, 1.0, None], 1)), (False, 1, ([None] * 3, 0)), (True, 2, ([None] * 3, 0))],
+)
+def test_symmetric_memory_where_gpus_reach_each_other(pool, reachable, hosts, wanted):
+    assert pool.run(2, symmetric, reachable, hosts) == [wanted] * 2
+
+
+def test_attention_of_a_model():
     assert Attention(50, 1, 2, 6, 8, 2).projection == Shape("all_to_all", 25, 144, 48, 2, "bfloat16", 3, 8, 1)

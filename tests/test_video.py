@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch.multiprocessing as mp
 from PIL import Image
 
 import fodit.video
-from fodit.video import save_video
+from fodit.video import check_file, check_video, save_video
 
 FRAMES = 5
 
@@ -170,6 +171,30 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 def test_a_rate_that_does_not_fit(tmp_path: Path, fps: float) -> None:
     with pytest.raises(ValueError, match="fps is"):
         save_video(pattern(48, 64), tmp_path / "video.mp4", fps=fps)
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder.mp4").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"cannot write .*folder\.mp4: it is a folder"):
+        save_video(pattern(48, 64), tmp_path / "folder.mp4")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(PermissionError, match=r"video\.mp4: the folder .* does not allow it"):
+        save_video(pattern(48, 64), tmp_path / "video.mp4")
+    assert os.listdir(tmp_path) == ["folder.mp4"]
+
+
+@pytest.mark.parametrize(("name", "fps"), [("video.gif", 8), ("nowhere/video.mp4", 8), ("video.mp4", 0)])
+def test_the_check_beforehand_says_what_saving_would(tmp_path: Path, name: str, fps: float) -> None:
+    with pytest.raises((ValueError, OSError)) as saving:
+        save_video(pattern(48, 64), tmp_path / name, fps=fps)
+    with pytest.raises(saving.type, match=re.escape(str(saving.value))):
+        check_video(tmp_path / name, fps)
+
+
+def test_the_check_beforehand_passes_what_can_be_written(tmp_path: Path) -> None:
+    assert check_video(str(tmp_path / "video.mp4"), 8) == tmp_path / "video.mp4"
+    assert check_file(str(tmp_path / "report.json")) == tmp_path / "report.json"
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_failing_encoder_leaves_the_old_file_and_no_half_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,17 @@
 """python -m fodit.bench kernels|ops|step --profile no-p2p ...   (under torchrun for several GPUs)"""
 
 import argparse
+import sys
 
 import torch.distributed as dist
 
 from fodit.bench import kernels, ops, step
-from fodit.tune.setting import PROFILES, Setting
+from fodit.tune.setting import PROFILE_HELP, PROFILES, Setting, refuse
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m fodit.bench", description="Benchmarks; run under torchrun.")
+    """Exits with status 1 and a line on stderr where there is nothing to measure."""
+    parser = argparse.ArgumentParser(prog="fodit bench", description="Benchmarks; run under torchrun.")
     commands = parser.add_subparsers(dest="command", required=True)
     for module, name, summary in (
         (kernels, "kernels", "signaling kernels alone, next to cuBLAS"),
@@ -17,13 +19,20 @@ def main(arguments: list[str] | None = None) -> None:
         (step, "step", "time per denoising step of a whole model, next to diffusers"),
     ):
         command = commands.add_parser(name, help=summary)
-        command.set_defaults(run=module.run)
+        command.set_defaults(check=module.check, run=module.run)
         module.add_arguments(command)
-        command.add_argument("--profile", choices=PROFILES, default="nvlink", help="link profile (default: nvlink)")
+        command.add_argument("--profile", choices=PROFILES, default="nvlink", help=PROFILE_HELP)
         command.add_argument("--sms", type=int, help="SMs of the compute stream (default: the profile's)")
         command.add_argument("--max-ctas", type=int, help="most thread blocks of a collective (default: NCCL's)")
         command.add_argument("--save", help="write the results to this JSON file")
     given = parser.parse_args(arguments)
+    try:
+        for name in ("sms", "max_ctas"):
+            if (number := getattr(given, name)) is not None and number < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {number}: at least 1")
+        given.check(given)
+    except (ValueError, RuntimeError) as error:
+        sys.exit(refuse(parser.prog, error))
     setting = Setting(given.profile, given.sms, given.max_ctas)
     given.run(setting, given)
     setting.barrier()

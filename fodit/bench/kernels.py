@@ -18,8 +18,9 @@ from fodit.bench.ops import SHAPES, parse_shapes
 from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
 from fodit.ops.executor import CudaExecutor, choose_kernel
+from fodit.parallel import rank_device
 from fodit.plan import all_reduce_plan
-from fodit.tune.setting import Setting
+from fodit.tune.setting import Setting, check_gpus
 
 WORST_ERROR = 1e-2  # relative; bf16 rounds by 4e-3
 CUBLAS = "cublas"
@@ -31,16 +32,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each shape; the first third is not counted")
 
 
+def check(given: argparse.Namespace) -> None:
+    """Before anything starts.
+
+    Raises:
+        ValueError: arguments that cannot be measured.
+        RuntimeError: there are no GPUs, or no kernels for them.
+    """
+    if given.shapes:
+        parse_shapes(given.shapes)
+    if not given.seconds > 0:
+        raise ValueError(f"--seconds {given.seconds}: more than 0")
+    check_gpus()
+    _kernels(rank_device("cuda"), given.names)
+
+
 def run(setting: Setting, given: argparse.Namespace) -> None:
     """Measure, and save what is measured after each shape.
 
     Raises:
-        RuntimeError: there are no kernels, or one computes something else than cuBLAS.
+        RuntimeError: a kernel computes something else than cuBLAS.
     """
-    found = gemm.kernels_for(setting.device)
-    if isinstance(found, str):
-        raise RuntimeError(f"no kernels to measure: {found}")
-    kernels = [one for one in found if any(text in one.name for text in given.names.split("|"))]
+    kernels = _kernels(setting.device, given.names)
     rows: list[dict[str, Any]] = []
     with setting.compute():
         for shape in parse_shapes(given.shapes) if given.shapes else SHAPES:
@@ -59,6 +72,17 @@ def run(setting: Setting, given: argparse.Namespace) -> None:
         if speeds:
             mean = exp(sum(map(log, speeds)) / len(speeds))
             setting.say(f"{title}: {mean:.3f} of cuBLAS' speed (geometric mean), worst {min(speeds):.3f}")
+
+
+def _kernels(device: torch.device, names: str) -> list[Kernel]:
+    """Those whose name contains one of the texts a|b|c."""
+    found = gemm.kernels_for(device)
+    if isinstance(found, str):
+        raise RuntimeError(f"no kernels to measure: {found}")
+    named = [one for one in found if any(text in one.name for text in names.split("|"))]
+    if not named:
+        raise ValueError(f"--names {names}: no such kernel; there are {', '.join(one.name for one in found)}")
+    return named
 
 
 def _measure(setting: Setting, kernels: list[Kernel], shape: tuple[int, ...], seconds: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ A profile of the machine is taken first. Then for each shape (M, N, K) and opera
     comm         the collective alone, by NCCL as torch sets it up
     serial       cuBLAS, then NCCL
     decomposed   the best of 2, 4, 8, 16 row chunks on cuBLAS, each followed by its asynchronous collective
-    async-tp     torch's fused matmul-reduce-scatter on symmetric memory, where peer access exists
+    async-tp     torch's fused matmul-reduce-scatter on symmetric memory, where all GPUs have peer access
     untuned      fodit by the plan for a machine that nobody has measured: a shipped profile, scaled by a probe
     fodit        fodit tuned: the best of the few plans that are predicted best from the profile
     bound        max(gemm + last slab's communication, first slab's gemm + comm), slabs of a sixteenth
@@ -17,6 +17,7 @@ Rows of an all-to-all are a rank's tokens, its columns heads of 128; every rank 
 """
 
 import argparse
+import socket
 from collections.abc import Callable
 from functools import partial
 from math import exp, log
@@ -25,8 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fodit.agreement import everyone
 from fodit.ops import Communicator, gemm_all_reduce
-from fodit.parallel import nccl_options
+from fodit.parallel import nccl_options, world_size
 from fodit.plan import all_reduce_plan
 from fodit.tune.choice import Choice
 from fodit.tune.clock import Clock, Work
@@ -34,7 +36,7 @@ from fodit.tune.measure import measure, this_machine
 from fodit.tune.operation import Operation, shared_kernels
 from fodit.tune.planner import Planner, untuned
 from fodit.tune.search import Shape
-from fodit.tune.setting import Setting
+from fodit.tune.setting import Setting, check_gpus
 from fodit.tune.store import Plans
 from fodit.tune.tuner import Tuner
 
@@ -56,9 +58,29 @@ COLUMNS = ("gemm", "kernel", "comm", "serial", "decomposed", "async_tp", "untune
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ops", default=",".join(OPERATIONS), help="comma-separated (default: all)")
+    parser.add_argument("--ops", default=",".join(OPERATIONS), help="comma-separated (default: all: %(default)s)")
     parser.add_argument("--shapes", help="M,N,K/M,N,K/... (default: those of the models)")
     parser.add_argument("--repeats", type=int, default=15)
+
+
+def check(given: argparse.Namespace) -> None:
+    """Before anything starts.
+
+    Raises:
+        ValueError: arguments that cannot be measured.
+        RuntimeError: there are no GPUs, or not several processes.
+    """
+    ops = given.ops.split(",")
+    if unknown := [op for op in ops if op not in OPERATIONS]:
+        raise ValueError(f"--ops {given.ops}: no operation {', '.join(unknown)}; there are {', '.join(OPERATIONS)}")
+    if given.repeats < 1:
+        raise ValueError(f"--repeats {given.repeats}: at least 1")
+    shapes = parse_shapes(given.shapes) if given.shapes else SHAPES
+    check_gpus(2)
+    ranks = world_size()
+    columns = ranks * Shape.head_dim if "all_to_all" in ops else ranks
+    if wrong := [shape for shape in shapes if shape[0] % ranks or shape[1] % columns]:
+        raise ValueError(f"M, N, K = {wrong[0]}: on {ranks} ranks M must be a multiple of {ranks} and N of {columns}")
 
 
 def run(setting: Setting, given: argparse.Namespace) -> None:
@@ -85,10 +107,13 @@ def run(setting: Setting, given: argparse.Namespace) -> None:
 
 def parse_shapes(text: str) -> list[tuple[int, int, int]]:
     """M,N,K/M,N,K/..."""
-    found = [tuple(int(number) for number in one.split(",")) for one in text.split("/")]
-    if any(len(one) != 3 or min(one) < 1 for one in found):
+    try:
+        found = [(int(m), int(n), int(k)) for m, n, k in (one.split(",") for one in text.split("/"))]
+    except ValueError:  # other things than numbers, or not three of them
+        found = []
+    if not found or min(map(min, found)) < 1:
         raise ValueError(f"--shapes {text}: give M,N,K/M,N,K/... such as 17776,3072,6144")
-    return [(m, n, k) for m, n, k in found]
+    return found
 
 
 def _mean(rows: list[dict[str, Any]], above: str, below: str) -> float:
@@ -96,7 +121,11 @@ def _mean(rows: list[dict[str, Any]], above: str, below: str) -> float:
 
 
 class Bench:
-    """What is measured with: the machine's profile, and both planners."""
+    """What is measured with: the machine's profile, and both planners.
+
+    Attributes:
+        symmetric: whether every GPU can read all others' memory, as torch's symmetric memory must.
+    """
 
     def __init__(self, setting: Setting, repeats: int) -> None:
         self.setting, self.repeats = setting, repeats
@@ -104,6 +133,8 @@ class Bench:
         own = dist.new_group(backend="nccl", pg_options=nccl_options(setting.max_ctas))
         self.comm, self.plain = Communicator(own, setting.device), Communicator(dist.group.WORLD, setting.device)
         machine = this_machine(setting.device, setting.control, setting.ranks, setting.compute_sms)
+        one_host = len(set(everyone(setting.control, socket.gethostname()))) == 1
+        self.symmetric = setting.profile == "nvlink" and machine.peer and one_host
         self.kernels = shared_kernels(setting.device, setting.control)
         profile = measure(machine, self.comm, self.clock, setting.compute(), setting.say)
         self.tuner = Tuner(profile, Plans(machine), self.comm, self.clock, self.kernels)
@@ -160,8 +191,8 @@ class Bench:
         return work
 
     def _async_tp(self, plain: Operation) -> float | None:
-        shape, setting = plain.shape, self.setting
-        if shape.op != "reduce_scatter" or setting.profile != "nvlink" or shape.m % setting.ranks:
+        shape = plain.shape
+        if shape.op != "reduce_scatter" or not self.symmetric or shape.m % self.setting.ranks:
             return None
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

@@ -25,7 +25,7 @@ from fodit.bench.numerics import BAR, Comparison, call_in_fp32, in_fp32
 from fodit.bench.ways import Fodit, Way, chosen_ways
 from fodit.models.sequence import HeadGroups
 from fodit.testing import dummy
-from fodit.tune.setting import Setting
+from fodit.tune.setting import Setting, check_gpus
 
 COMPILE_STEPS = 2  # of the call in which blocks compile
 REASON_LENGTH = 300
@@ -58,15 +58,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(setting: Setting, given: argparse.Namespace) -> None:
-    """Measure model after model. Of several, each has a file of its own, named by `{model}` in `--save`."""
+def check(given: argparse.Namespace) -> None:
+    """Before anything starts.
+
+    Raises:
+        ValueError: arguments that cannot be measured.
+        RuntimeError: there are no GPUs.
+    """
     names = given.model.split(",")
     unknown = [name for name in names if name not in dummy.MODELS]
     if unknown:
         raise ValueError(f"no model {', '.join(unknown)}; there are {', '.join(dummy.MODELS)}")
     if len(names) > 1 and given.save and "{model}" not in given.save:
         raise ValueError(f"--save {given.save} is one file for {len(names)} models: put {{model}} into its name")
-    for name in names:
+    if given.steps is not None and given.steps < 2:
+        raise ValueError(f"--steps {given.steps}: at least 2, for the first one is not counted")
+    if given.layers is not None:
+        for name in names:
+            dummy.shortened(name, dummy.config(name)["components"]["transformer"], given.layers)
+    _head_groups(given)
+    check_gpus()
+
+
+def run(setting: Setting, given: argparse.Namespace) -> None:
+    """Measure model after model. Of several, each has a file of its own, named by `{model}` in `--save`."""
+    for name in given.model.split(","):
         save = given.save and given.save.replace("{model}", name)
         _run_model(setting, argparse.Namespace(**vars(given) | {"model": name, "save": save}))
         gc.collect()
@@ -170,7 +186,12 @@ def _line(row: dict[str, Any]) -> str:
 def _head_groups(given: argparse.Namespace) -> HeadGroups:
     if not given.head_groups:
         return None
-    shares = tuple(int(share) for share in given.head_groups.split(","))
+    try:
+        shares = tuple(int(share) for share in given.head_groups.split(","))
+    except ValueError:
+        shares = (0,)
+    if min(shares) < 1:
+        raise ValueError(f"--head-groups {given.head_groups}: give a number, or relative sizes such as 1,3,3,1")
     return shares if len(shares) > 1 else shares[0]
 
 

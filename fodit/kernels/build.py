@@ -138,6 +138,8 @@ def main() -> int:
     arguments = parser.parse_args()
     start = time.perf_counter()
     try:
+        archs = requested_archs()
+        print(f"compiling for {', '.join(archs)}: a minute or two for each on one core ...", flush=True)
         library = build(arguments.out, jobs=arguments.jobs)
     except BuildError as error:
         print(error, file=sys.stderr)

@@ -32,12 +32,19 @@ class Guard(ModelHook):
                     f"an attention processor was replaced by {type(attention.processor).__name__} after attach(); "
                     "call detach() first (fuse_qkv_projections() and set_attn_processor() replace processors)"
                 )
-        if getattr(module, "is_cache_enabled", False) and self._attachment.groups.size > 1:
+        if self._attachment.groups.size > 1 and (found := stateful_hooks(module)):
             raise RuntimeError(
-                "a step cache is enabled on the transformer: on several ranks each would decide for itself what to "
-                "skip; call transformer.disable_cache()"
+                f"a step cache is enabled on the transformer ({found[0]}): on several ranks each would decide for "
+                "itself what to skip; call transformer.disable_cache() or remove its hooks"
             )
         return args, kwargs
+
+
+def stateful_hooks(module: nn.Module) -> list[str]:
+    """Names of diffusers' hooks that remember something from step to step, as all step caches do."""
+    registries = (getattr(one, "_diffusers_hook", None) for one in module.modules())
+    hooks = (pair for registry in registries if registry is not None for pair in registry.hooks.items())
+    return [name for name, hook in hooks if hook._is_stateful and not name.startswith(HOOK)]
 
 
 class Attachment:
@@ -78,6 +85,7 @@ class Attachment:
             attention.set_processor(self.processor)
         for (module, hook), (_, name) in zip(hooks, self._hooks, strict=True):
             HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
+        self._forwards = [(module, module.forward) for module in dict.fromkeys(module for module, _ in hooks)]
 
     def _split_guidance(self, guided: Callable[[], bool] | None) -> SplitBatch | SplitPasses:
         if self.family.passes_in_one_call:
@@ -88,6 +96,12 @@ class Attachment:
                 "attach(pipe.transformer, groups, guided=lambda: pipe.do_classifier_free_guidance)"
             )
         return SplitPasses(self.groups.cfg, guided)
+
+    @property
+    def intact(self) -> bool:
+        """Whether all hooks are where they were put. accelerate's offloading, when it is set up anew after a pipeline
+        call or for an adapter, gives modules back the forward that they had before it."""
+        return all(module.forward is forward for module, forward in self._forwards)
 
     def reset(self) -> None:
         """Before a pipeline call: forget a step that was broken off, and what the last call had to note."""
@@ -120,9 +134,12 @@ class Attachment:
         for attention, processor in zip(self.attentions, self._before, strict=True):
             if attention.processor is self.processor:
                 attention.set_processor(processor)
-        for module, name in self._hooks:
+        others = [(module, module.forward) for module, forward in self._forwards if module.forward is not forward]
+        for module, name in reversed(self._hooks):  # each restores what was there when it came
             HookRegistry.check_if_exists_or_initialize(module).remove_hook(name, recurse=False)
-        self._hooks = []
+        for module, forward in others:
+            module.forward = forward
+        self._hooks, self._forwards = [], []
 
 
 def attach(
@@ -146,7 +163,8 @@ def attach(
         head_groups: parts in which attention heads are exchanged, a number or their relative sizes; None chooses.
 
     Returns:
-        The attachment; its `detach()` undoes everything.
+        The attachment; its `detach()` undoes everything. Call its `reset()` after a step that was broken off, where
+        Wan has made only one of the passes of guidance.
 
     Raises:
         TypeError: a transformer of another class.

@@ -63,6 +63,9 @@ class FusedBlock(ModelHook):
         if type(first) is not GELU or first.approximate != "tanh" or is_watched(first):
             self.reasons.add(f"GELU not fused: the activation is {type(first).__name__} or has hooks")
             x = first(x)
+        elif torch.is_autocast_enabled(x.device.type):
+            self.reasons.add("GELU not fused: torch.autocast is on")
+            x = first(x)
         elif not is_plain_linear(first.proj):
             self.reasons.add(f"GELU not fused: its projection is a {class_name(first.proj)} or has hooks")
             x = first(x)
@@ -88,6 +91,7 @@ class FusedWanBlock(FusedBlock):
         if not self._applies(module):
             return self.fn_ref.original_forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
         vectors, table = temb if temb.ndim == 4 else temb.unsqueeze(1), module.scale_shift_table[0]
+        vectors = vectors.expand(hidden_states.shape[0], -1, -1, -1)  # one timestep may serve the batch
         attention, mlp = Modulation(vectors, table), Modulation(vectors, table, first=3)
 
         normed = rows.normalise(hidden_states, module.norm1, attention)
@@ -122,17 +126,23 @@ class Tail:
     Args:
         blocks: of the transformer, in order. Nothing is put off where somebody else's hooks are on them, for these
             would see what is not finished, nor while torch.compile traces.
+
+    Attributes:
+        reasons: why nothing is put off, since the last forward began.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks, self._allowed = blocks, False
+        self.reasons: set[str] = set()
         self._work: Callable[[], None] | None = None
 
     def begin(self, block: nn.Module) -> None:
         """A block starts. With the first one forget a forward that was broken off, and look for hooks."""
         if self._blocks and block is self._blocks[0]:
             self._work = None
-            self._allowed = not torch.compiler.is_compiling() and not any(is_watched(one) for one in self._blocks)
+            watched = any(is_watched(one) for one in self._blocks)
+            self.reasons = {"an MLP does not hide the next block's exchange: blocks have hooks"} if watched else set()
+            self._allowed = not torch.compiler.is_compiling() and not watched
 
     def put_off(self, block: nn.Module, work: Callable[[], None]) -> None:
         """Do it now if it cannot wait for a next block."""
@@ -181,7 +191,7 @@ class FusedCogVideoXBlock(FusedBlock):
         text = encoder_hidden_states.shape[1]
         joint = joined(encoder_hidden_states, hidden_states)
         normed, total = joint.new_empty(joint.shape), joint.new_empty(joint.shape)
-        attention, mlp = _modulation(module.norm1, temb, text), _modulation(module.norm2, temb, text)
+        attention, mlp = (_modulation(norm, temb, text, joint.shape[0]) for norm in (module.norm1, module.norm2))
 
         def normalise(item: slice) -> None:
             rows.normalise(joint[item], module.norm1.norm, attention.of(item), out=normed[item])
@@ -199,7 +209,7 @@ class FusedCogVideoXBlock(FusedBlock):
             for item in others:
                 normalise(item)
 
-        first, *others = self._items(joint.shape[0])
+        first, *others = self._items(joint.shape[0], module.attn1)
         if not others:
             self._tail.finish()
         normalise(first)
@@ -215,12 +225,16 @@ class FusedCogVideoXBlock(FusedBlock):
         for item, wait in zip(others[:-1], later[:-1], strict=True):
             finish(item, wait())
         if others:
+            self.reasons |= self._tail.reasons
             self._tail.put_off(module, lambda: finish(others[-1], later[-1]()))
         return total[:, text:], total[:, :text]
 
-    def _items(self, batch: int) -> list[slice]:
-        """Parts of the batch that go one after the other."""
+    def _items(self, batch: int, attention: nn.Module) -> list[slice]:
+        """Parts of the batch that go one after the other. One where hooks on the attention would see but the first."""
         if self._sequence is None or not self._sequence.pipelined:
+            return [slice(0, batch)]
+        if batch > 1 and is_watched(attention):
+            self.reasons.add("the batch is not exchanged item by item: the attention has hooks")
             return [slice(0, batch)]
         return [slice(index, index + 1) for index in range(batch)]
 
@@ -234,9 +248,10 @@ class FusedCogVideoXBlock(FusedBlock):
         return None
 
 
-def _modulation(norm: CogVideoXLayerNormZero, temb: torch.Tensor, text: int) -> Modulation:
+def _modulation(norm: CogVideoXLayerNormZero, temb: torch.Tensor, text: int, batch: int) -> Modulation:
     vectors = norm.linear(norm.silu(temb))
-    return Modulation(vectors.view(vectors.shape[0], 1, 6, -1), text=text)
+    vectors = vectors.view(vectors.shape[0], 1, 6, -1)
+    return Modulation(vectors.expand(batch, -1, -1, -1), text=text)  # one timestep may serve the batch
 
 
 def _unexpected_norm(found: dict[str, tuple[nn.Module, tuple[type, ...]]]) -> str | None:

@@ -37,6 +37,7 @@ class ShardedSequence:
         speeds: tuple[int, ...] | None = None,
     ) -> None:
         most = min(stop - start for start, stop in rank_ranges(heads, comm.size, speeds))
+        head_groups = head_groups if isinstance(head_groups, int | None) else tuple(head_groups)
         given = head_groups if isinstance(head_groups, int | None) else len(head_groups)
         if given is not None and not 1 <= given <= most:
             raise ValueError(f"{heads} heads on {comm.size} ranks allow head_groups 1 to {most}, got {head_groups}")

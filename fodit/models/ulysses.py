@@ -6,8 +6,8 @@
 All ranks start their collectives in the same order: q, k, v of every group, then the output of every group.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -121,7 +121,9 @@ def _project(
     are exchanged: nothing of the product is hidden behind it.
     """
     projections, plan = [attn.to_q, attn.to_k, attn.to_v], layout.projection_plan
-    if all(is_plain_linear(one) for one in projections):
+    if torch.is_autocast_enabled(rows.device.type):
+        sequence.comm.fallbacks.add("projection not overlapped with its exchange: torch.autocast is on")
+    elif all(is_plain_linear(one) for one in projections):
         weights, biases = [one.weight for one in projections], [one.bias for one in projections]
         return gemm_all_to_all(rows, weights, biases, comm=sequence.comm, plan=plan, between=between)
     return all_to_all_products([one(rows) for one in projections], comm=sequence.comm, plan=plan, between=between)
@@ -206,21 +208,46 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def with_weights(function: Prepare, *modules: nn.Module | None) -> Prepare:
-    """`function`, with the modules' weights in place where accelerate keeps them elsewhere between calls.
+    """`function`, with the modules' weights in place where offloading keeps them elsewhere between calls.
 
-    Sequential offloading brings a module's weights when the module is called; these are used without a call.
+    accelerate's sequential and diffusers' group offloading bring a module's weights when the module is called; these
+    are used without a call.
     """
-    hooked = [module for module in modules if hasattr(module, "_hf_hook")]
-    if not hooked:
+    offloaded = [module for module in modules if module is not None and _is_offloaded(module)]
+    if not offloaded:
         return function
 
     def with_them(query: torch.Tensor, key: torch.Tensor, heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         with ExitStack() as stack:
-            for module in hooked:
-                stack.enter_context(align_module_device(module))
+            for module in offloaded:
+                stack.enter_context(_weights_of(module))
             return function(query, key, heads)
 
     return with_them
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    return hasattr(module, "_hf_hook") or _group_offloading(module) is not None
+
+
+def _group_offloading(module: nn.Module) -> Any:
+    """diffusers' hook, or None."""
+    registry = getattr(module, "_diffusers_hook", None)
+    return None if registry is None else registry.get_hook("group_offloading")
+
+
+@contextmanager
+def _weights_of(module: nn.Module) -> Iterator[None]:
+    group = _group_offloading(module)
+    if group is None:
+        with align_module_device(module):
+            yield
+        return
+    group.pre_forward(module)
+    try:
+        yield
+    finally:
+        group.post_forward(module, None)
 
 
 def joined(text: torch.Tensor, video: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class StreamReached:
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(device))  # a thread's current device may be another one
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         if self._event is not None:
@@ -120,6 +120,7 @@ class Communicator:
         overlap: False waits for every collective as soon as it is started.
 
     Attributes:
+        compute_sms: SMs that products have in all, of which planned ones leave some free.
         gemm_sms: SMs that a product beside its collectives may take if nobody plans it; 0 takes all.
         planner: plans what is not given; None leaves it to fixed defaults.
         fallbacks: a sentence for each reason why products ran in torch, or not by the best kernel.
@@ -139,6 +140,7 @@ class Communicator:
         self.timeline = timeline or Timeline(device, enabled=False)
         self.overlap = overlap
         use_stream = device.type == "cuda" and self.size > 1
+        self.compute_sms = torch.cuda.get_device_properties(device).multi_processor_count if use_stream else 0
         self.gemm_sms = sms_beside_nccl(device) if use_stream else 0
         self.planner: Planner | None = None
         self.fallbacks: set[str] = set()

@@ -49,17 +49,14 @@ def make_executor(
         kernel, wrong = choose_kernel(plan, a.device, a.dtype, named)
         comm.fallbacks.update(wrong)
         if kernel is not None:
-            sms = comm.gemm_sms if choice is None else _sms_left(a.device, choice.free_sms)
+            # Free SMs are for the kernel that was planned; another one must not take all of them.
+            planned = choice is not None and choice.kernel == kernel.name
+            sms = max(comm.compute_sms - choice.free_sms, 1) if planned and choice is not None else comm.gemm_sms
             return CudaExecutor(kernel, plan, buffer, a, weights, biases, act, sms)
         reason = "no kernel can be trusted"
     if a.is_cuda:
         comm.fallbacks.add(f"products ran in torch, slab by slab: {reason}")
     return torch_executor
-
-
-def _sms_left(device: torch.device, free: int) -> int:
-    """SMs for a product that leaves `free` of them; 0 stands for all."""
-    return max(torch.cuda.get_device_properties(device).multi_processor_count - free, 1) if free else 0
 
 
 def stored(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:

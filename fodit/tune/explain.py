@@ -1,18 +1,21 @@
 """Says in words how an operation would be run, and why."""
 
+from math import ceil, inf
 from pathlib import Path
 
 import torch
 
 from fodit.tune.choice import Choice
 from fodit.tune.planner import Planner, name_of
-from fodit.tune.predict import ITEMSIZE, bound_ms, collective_ms, context, product_ms
-from fodit.tune.profile import CUBLAS, Profile, shipped
+from fodit.tune.predict import ITEMSIZE, collective_ms, context, product_ms
+from fodit.tune.profile import COLLECTIVES, CUBLAS, Profile, shipped
 from fodit.tune.reason import reason
 from fodit.tune.search import Shape
 from fodit.tune.store import folder
 
 EXAMPLE = "h200-x2-no-p2p"  # where nothing was measured
+OPERATIONS = COLLECTIVES[:3]  # those that follow a product
+SMALLEST = 16  # the smallest useful slab is a sixteenth
 
 
 def explain(
@@ -31,24 +34,37 @@ def explain(
         op: all_reduce or reduce_scatter; all_to_all for heads of 128 columns.
         planner: of a communicator (`comm.planner`).
         profile: without a planner: a profile, the path of one, or the name of a shipped one. None takes the newest one
-            in the cache folder.
+            in the cache folder; where there is none, that of two H200, and the first line says so.
 
-    >>> print(fodit.explain("all_reduce", 17776, 3072, 6144))
+    Raises:
+        ValueError: there is no such operation, product or profile.
+
+    >>> print(fodit.explain("all_to_all", 8888, 9216, 3072))
     """
+    if op not in OPERATIONS:
+        raise ValueError(f"no operation {op!r}; there are {', '.join(OPERATIONS)}")
+    if min(m, n, k) < 1:
+        raise ValueError(f"m, n and k must be at least 1, got {m}, {n} and {k}")
     planner = planner or _planner(profile)
+    if op == "all_to_all" and n < planner.ranks * Shape.head_dim:
+        raise ValueError(f"n={n}: an all_to_all gives each of {planner.ranks} ranks heads of {Shape.head_dim} columns")
     choice = planner.choice(op, m, n, k, dtype)
     known = planner.profile
     shape = Shape(op, m, n, k, planner.ranks, name_of(dtype))
     size = m * n * ITEMSIZE
-    lines = [f"{shape}", f"  plan        {choice.plan}", f"  predicted   {choice.predicted_ms:.3f} ms"]
+    lines = [*planner.notes, f"{shape}", f"  plan        {choice.plan}", f"  predicted   {choice.predicted_ms:.3f} ms"]
     if choice.measured_ms is not None:
         lines.append(f"  measured    {choice.measured_ms:.3f} ms")
     kind = "predicted" if choice.measured_serial_ms is None else "measured"
     lines.append(f"  serial      {choice.without_ms:.3f} ms {kind}; the plan gains {choice.gain - 1:.1%}")
-    lines.append(f"  bound       {bound_ms(known, op, m, n, k):.3f} ms, however it is overlapped")
+    lines.append(f"  bound       {_bound(known, shape, choice)}")
     lines.append(f"  product     {_product(known, shape, choice)}")
     lines.append(f"  collective  {_collective(known, op, size, choice)}")
-    lines.append(f"  because     {reason(known, shape, choice, planner.kernels)}")
+    if choice.kernel is not None and len(choice.slabs) == 1:
+        why = "one slab overlaps nothing, but this kernel takes less time than cuBLAS"
+    else:
+        why = reason(known, shape, choice, planner.kernels)
+    lines.append(f"  because     {why}")
     lines.append(f"  source      {choice.source}: {known.machine}; {known.taken}")
     return "\n".join(lines)
 
@@ -60,7 +76,10 @@ def _planner(profile: Profile | str | None) -> Planner:
         stored = sorted(folder().glob("*.profile.json"), key=lambda path: path.stat().st_mtime)
         if stored:
             return Planner(Profile.load(stored[-1]))
-        profile = EXAMPLE
+        example = shipped()[EXAMPLE]
+        link = example.machine.link.split(", ")[0]  # the rest are variables
+        note = f"nothing is measured here: this is for {example.machine.ranks} x {example.machine.gpus[0]}, {link}"
+        return Planner(example, f"predicted from the shipped profile {EXAMPLE}", notes=[note])
     known = shipped()
     if profile in known:
         return Planner(known[profile], f"predicted from the shipped profile {profile}")
@@ -69,12 +88,27 @@ def _planner(profile: Profile | str | None) -> Planner:
     return Planner(Profile.load(Path(profile)))
 
 
+def _bound(known: Profile, shape: Shape, choice: Choice) -> str:
+    """As `predict.bound_ms`, but not above this plan's prediction either: its kernel may be faster than cuBLAS, as for
+    small products, and its slabs smaller than a sixteenth."""
+    product = min(product_ms(known, shape.m, shape.n, shape.k), _kernel_ms(known, shape, choice) or inf)
+    size, parts = shape.m * shape.n * ITEMSIZE, max(SMALLEST, ceil(sum(choice.slabs) / min(choice.slabs)))
+    last, whole = collective_ms(known, shape.op, size // parts), collective_ms(known, shape.op, size)
+    return f"{max(product + last, product / parts + whole):.3f} ms, overlapped in slabs of 1/{parts} or larger"
+
+
 def _product(known: Profile, shape: Shape, choice: Choice) -> str:
-    text = f"{product_ms(known, shape.m, shape.n, shape.k):.3f} ms by cuBLAS"
-    if choice.kernel is None or choice.kernel not in known.kernels:
+    text, alone = f"{product_ms(known, shape.m, shape.n, shape.k):.3f} ms by cuBLAS", _kernel_ms(known, shape, choice)
+    if alone is None:
         return text
-    alone = product_ms(known, shape.m, shape.n, shape.k, choice.kernel, choice.free_sms)
     return f"{text}, {alone:.3f} ms by {choice.kernel} that leaves {choice.free_sms} SMs"
+
+
+def _kernel_ms(known: Profile, shape: Shape, choice: Choice) -> float | None:
+    """The product by the plan's kernel, if it has one that is known."""
+    if choice.kernel is None or choice.kernel not in known.kernels:
+        return None
+    return product_ms(known, shape.m, shape.n, shape.k, choice.kernel, choice.free_sms)
 
 
 def _collective(known: Profile, op: str, size: int, choice: Choice) -> str:

@@ -22,8 +22,9 @@ from fodit.tune.probe import probe, probing, with_kernels
 from fodit.tune.profile import CUBLAS, Machine, Profile, nearest, shipped
 from fodit.tune.reason import reason
 from fodit.tune.search import UNSURE, Shape, choose, partitions, products
-from fodit.tune.store import Attention, HeadGroups, Plans, stored_plans, stored_profile
+from fodit.tune.store import Attention, HeadGroups, Plans, alike, stored_plans, stored_profile
 
+HOPPER = (9, 0)  # since then cuBLAS and cuDNN have kernels that stay on their SMs
 MEASURED = "predicted from the measured profile"
 KEPT = 1024  # answers
 MOST_GROUPS = 8
@@ -120,7 +121,8 @@ class Planner:
         tuned = [
             one.choice
             for one in self.plans.tuned
-            if (one.shape.op, one.shape.n, one.shape.k, one.shape.dtype) == (plan.op, n, k, dtype)
+            if (one.shape.op, one.shape.n, one.shape.k) == (plan.op, n, k)
+            and alike(one.shape.dtype, dtype)
             and len(one.choice.slabs) == len(slabs)
             and self._has(one.choice.kernel)
         ]
@@ -186,7 +188,7 @@ def planner_for(
     kernels = shared_kernels(comm.device, control, dtype)
     profile, plans, notes = agreed_files(machine, control)
     if profile is not None:
-        return Planner(profile, MEASURED, plans, kernels, notes)
+        return Planner(with_kernels(profile, kernels), MEASURED, plans, kernels, notes)
     return untuned(machine, comm, control, kernels, dtype, plans, notes)
 
 
@@ -203,7 +205,9 @@ def untuned(
     known = shipped()
     name = nearest(machine, known)
     start = with_kernels(known[name], kernels)
-    if probing():
+    if torch.cuda.get_device_capability(comm.device) < HOPPER:
+        start = start.without_holds()
+    if everyone(control, probing())[0]:
         probed = probe(start, machine, comm, Clock(comm.device, control), kernels, dtype)
         return Planner(probed, f"predicted from the shipped profile {name}, scaled by a probe", plans, kernels, notes)
     return Planner(replace(start, machine=machine), f"predicted from the shipped profile {name}", plans, kernels, notes)

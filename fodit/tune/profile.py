@@ -201,7 +201,7 @@ class Profile:
         default = next(iter(link.values()))
         alone = {op: curve.scaled(link.get(op, default)) for op, curve in self.alone.items()}
         beside = {
-            op: {name: replace(one, curve=one.curve.scaled(link.get(op, default))) for name, one in both.items()}
+            op: {name: self._beside_scaled(op, name, alone[op], link.get(op, default)) for name in both}
             for op, both in self.beside.items()
         }
         kernels = {
@@ -218,6 +218,25 @@ class Profile:
             kernels=kernels,
             attention_ms=attention,
         )
+
+    def _beside_scaled(self, op: str, name: str, alone: Curve, factors: Curve) -> Beside:
+        """On a link of other speed. What a collective waits for a kernel's end has nothing to do with the link."""
+        one = self.beside[op][name]
+        if not self.holds(op, name):
+            return replace(one, curve=one.curve.scaled(factors))
+        waits = [(size, ms - self.alone[op](size)) for size, ms in one.curve.points]
+        return replace(one, curve=Curve.of((size, alone(size) + wait) for size, wait in waits))
+
+    def without_holds(self) -> "Profile":
+        """For GPUs whose kernels give SMs back block by block: beside them collectives are as fast as alone."""
+        beside = {
+            op: {
+                name: replace(one, curve=self.alone[op]) if self.holds(op, name) and not name.isdigit() else one
+                for name, one in both.items()
+            }
+            for op, both in self.beside.items()
+        }
+        return replace(self, beside=beside)
 
     def save(self, path: Path) -> None:
         codec.write(path, VERSION, {"profile": codec.encode(self)})

@@ -5,11 +5,13 @@ from collections.abc import Iterable
 from fodit.tune.choice import Choice, shares_text
 from fodit.tune.predict import ITEMSIZE, collective_ms, product_ms
 from fodit.tune.profile import Profile
-from fodit.tune.search import UNSURE, Shape, candidates
+from fodit.tune.search import LEAST_GAIN, UNSURE, Shape, candidates
 
 
 def reason(profile: Profile, shape: Shape, choice: Choice, kernels: Iterable[str] | None = None) -> str:
     """What decided between this plan and others."""
+    if not choice.overlap and choice.measured_ms is not None:
+        return f"measured, no overlapped plan was faster by {LEAST_GAIN:.0%}"
     if not choice.overlap:
         (best,) = candidates(profile, shape, kernels, 1)
         plan = f"slabs {shares_text(best.slabs)} with {best.free_sms} SMs free"

@@ -11,6 +11,7 @@ Records a machine's profile, and measurements of operations to check predictions
 
 import argparse
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from fodit.tune.operation import Operation, shared_kernels
 from fodit.tune.predict import overlapped_ms, serial_ms
 from fodit.tune.profile import CUBLAS
 from fodit.tune.search import Candidate, Shape, candidates
-from fodit.tune.setting import PROFILES, Setting
+from fodit.tune.setting import PROFILE_HELP, PROFILES, Setting, check_gpus, refuse
 from fodit.tune.shapes import model
 from fodit.tune.store import Plans
 from fodit.tune.tuner import STATIC_GROUPS, STATIC_SLABS, Tuner
@@ -150,10 +151,16 @@ class Recorder:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fodit.tune.record", description="Records; run under torchrun.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--link", choices=PROFILES, default="nvlink", help="link profile (default: nvlink)")
+    parser.add_argument("--link", choices=PROFILES, default="nvlink", help=PROFILE_HELP)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="start nothing new after so many seconds")
     given = parser.parse_args(arguments)
+    try:
+        if given.repeats < 1:
+            raise ValueError(f"--repeats {given.repeats}: at least 1")
+        check_gpus(2)
+    except (ValueError, RuntimeError) as error:
+        sys.exit(refuse(parser.prog, error))
     given.folder.mkdir(parents=True, exist_ok=True)
     setting = Setting(given.link)
     Recorder(setting, given.folder, given.repeats, given.limit).run()

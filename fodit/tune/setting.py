@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,41 @@ import torch
 import torch.distributed as dist
 
 from fodit.agreement import everyone
-from fodit.parallel import initialise, rank_device
+from fodit.parallel import initialise, rank_device, world_size
 from fodit.report import versions
 from fodit.tune.clock import Clock
 
 PROFILES = ("nvlink", "no-p2p", "consumer")
 CONSUMER_SMS = 24
+PROFILE_HELP = (
+    "nvlink: the machine as it is, whatever its links are; no-p2p: NCCL through host memory; "
+    f"consumer: no-p2p with {CONSUMER_SMS} SMs to compute with (default: nvlink)"
+)
+
+
+def check_gpus(ranks: int = 1) -> None:
+    """Before a `Setting` is made: there is a GPU for every process.
+
+    Raises:
+        RuntimeError: there is not, or there are fewer processes than `ranks`. All processes of a machine raise it.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"it measures GPUs, but torch {torch.__version__} sees no CUDA device")
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if processes > gpus:
+        raise RuntimeError(f"there are {processes} processes on this machine, but {gpus} GPU(s)")
+    if world_size() < ranks:
+        raise RuntimeError(f"it measures several processes together: start it with torchrun --nproc-per-node {ranks}")
+
+
+def refuse(command: str, error: Exception) -> int:
+    """Say on stderr why a command does nothing, once for all ranks; its exit status."""
+    rank = os.environ.get("RANK", "0")
+    if isinstance(error, RuntimeError):  # of this machine, others may have their GPUs
+        rank = os.environ.get("LOCAL_RANK", rank)
+    if rank == "0":
+        print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
+    return 1
 
 
 class Setting:

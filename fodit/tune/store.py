@@ -1,7 +1,7 @@
 """Profiles and tuned plans in the user's cache folder, one pair of files for each machine."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fodit.tune import codec
@@ -10,7 +10,13 @@ from fodit.tune.profile import Machine, Profile, check_machine
 from fodit.tune.search import Shape
 
 VERSION = 1
+HALVES = {"float16", "bfloat16"}  # products and exchanges take the same time
 NEAR = 0.01  # rows may differ that much: ranks hold uneven parts of a sequence
+
+
+def alike(dtype: str, other: str) -> bool:
+    """Whether what was tuned in one type holds for the other."""
+    return dtype == other or {dtype, other} <= HALVES
 
 
 def folder() -> Path:
@@ -97,14 +103,18 @@ class Plans:
         """For this shape, or one whose number of rows is nearly the same."""
 
         def fits(one: Shape) -> bool:
-            same = (one.op, one.n, one.k, one.ranks, one.dtype, one.head_dim, one.projections)
-            return same == (shape.op, shape.n, shape.k, shape.ranks, shape.dtype, shape.head_dim, shape.projections)
+            same = (one.op, one.n, one.k, one.ranks, one.head_dim, one.projections)
+            wanted = (shape.op, shape.n, shape.k, shape.ranks, shape.head_dim, shape.projections)
+            return same == wanted and alike(one.dtype, shape.dtype)
 
         near = [one for one in self.tuned if fits(one.shape) and abs(one.shape.m - shape.m) <= NEAR * shape.m]
         return min(near, key=lambda one: abs(one.shape.m - shape.m)).choice if near else None
 
     def find_groups(self, attention: Attention) -> HeadGroups | None:
-        return next((one for one in self.groups if one.attention == attention), None)
+        def fits(one: Attention) -> bool:
+            return alike(one.dtype, attention.dtype) and replace(one, dtype=attention.dtype) == attention
+
+        return next((one for one in self.groups if fits(one.attention)), None)
 
     def add(self, shape: Shape, choice: Choice) -> None:
         self.tuned = [one for one in self.tuned if one.shape != shape] + [Tuned(shape, choice)]
