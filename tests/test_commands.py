@@ -278,13 +278,11 @@ def test_explains_first_that_nothing_is_measured(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("profile", shipped())
 def test_predictions_are_not_below_the_bound(profile):
-    # a kernel that is faster than cuBLAS, and slabs that are smaller than a sixteenth
+    # among them products that a kernel computes faster than cuBLAS, and slabs that are smaller than a sixteenth
     for given in ((128, 128, 128), (512, 512, 512), (64, 256, 5120), (32760, 9216, 1024), (32760, 9216, 5120)):
         text = explain("all_reduce", *given, profile=profile)
         predicted, bound = (
             float(re.search(rf"^  {name} +([\d.]+) ms", text, re.M)[1]) for name in ("predicted", "bound")
         )
         assert predicted >= bound, text
-    assert "because     one slab overlaps nothing, but this kernel takes less time than cuBLAS" in explain(
-        "all_reduce", 128, 128, 128, profile="h200-x2-no-p2p"
-    )
+    assert "plan        serial" in explain("all_reduce", 128, 128, 128, profile="h200-x2-no-p2p")

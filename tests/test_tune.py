@@ -357,6 +357,14 @@ def test_least_is_not_more(link):
                 assert least_ms(*case) <= overlapped_ms(*case) * (1 + 1e-9)
 
 
+def test_one_slab_is_serial():
+    """A kernel that is faster than cuBLAS overlaps nothing by that."""
+    slow = replace(tiny_profile().kernels[CUBLAS], tile_ms=9.0)
+    profile = tiny_profile(kernels=tiny_profile().kernels | {CUBLAS: slow})
+    choice = choose(profile, Shape("all_reduce", 100, 640, 64, 2), None, "test")
+    assert not choice.overlap and choice.plan == "serial"
+
+
 def test_serial_where_nothing_is_gained():
     """Collectives that only run when the product has ended."""
     profile = tiny_profile()

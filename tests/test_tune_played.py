@@ -269,6 +269,14 @@ def untuned(folder, variables):
         return planner.profile, planner.source, choice, planner.head_groups(4000, 1, 12, 64), planner.asked
 
 
+def test_a_kernel_that_is_wrong_is_noted():
+    with played_gpu():
+        assert operation.distrusted(CPU, torch.float32) == ()
+    with played_kernels(broken=(0,)):
+        (note,) = operation.distrusted(CPU, torch.float32)
+        assert note.startswith("the kernel wide is not used: its result")
+
+
 def test_untuned(pool, tmp_path):
     one, other = pool.run(2, untuned, str(tmp_path), {})
     assert one == other

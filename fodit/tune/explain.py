@@ -60,11 +60,7 @@ def explain(
     lines.append(f"  bound       {_bound(known, shape, choice)}")
     lines.append(f"  product     {_product(known, shape, choice)}")
     lines.append(f"  collective  {_collective(known, op, size, choice)}")
-    if choice.kernel is not None and len(choice.slabs) == 1:
-        why = "one slab overlaps nothing, but this kernel takes less time than cuBLAS"
-    else:
-        why = reason(known, shape, choice, planner.kernels)
-    lines.append(f"  because     {why}")
+    lines.append(f"  because     {reason(known, shape, choice, planner.kernels)}")
     lines.append(f"  source      {choice.source}: {known.machine}; {known.taken}")
     return "\n".join(lines)
 

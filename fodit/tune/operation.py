@@ -175,6 +175,14 @@ def _copied(query: torch.Tensor, key: torch.Tensor, heads: tuple[int, int]) -> t
     return query.clone(), key.clone()
 
 
+def distrusted(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
+    """A sentence for each kernel that this device has and that failed its test."""
+    found = gemm.kernels_for(device)
+    there = () if isinstance(found, str) or dtype not in gemm.DTYPES else found
+    reasons = ((one.name, failure(one, device, dtype)) for one in there)
+    return tuple(f"the kernel {name} is not used: {reason}" for name, reason in reasons if reason is not None)
+
+
 def shared_kernels(
     device: torch.device, control: dist.ProcessGroup | None, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Kernel]:

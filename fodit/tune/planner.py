@@ -16,7 +16,7 @@ from fodit.tune.choice import Choice
 from fodit.tune.clock import Clock
 from fodit.tune.codec import FileError
 from fodit.tune.measure import this_machine
-from fodit.tune.operation import shared_kernels
+from fodit.tune.operation import distrusted, shared_kernels
 from fodit.tune.predict import attention_calls, segment_ms, serial_ms
 from fodit.tune.probe import probe, probing, with_kernels
 from fodit.tune.profile import CUBLAS, Machine, Profile, nearest, shipped
@@ -187,6 +187,7 @@ def planner_for(
     machine = this_machine(comm.device, control, comm.size, compute_sms)
     kernels = shared_kernels(comm.device, control, dtype)
     profile, plans, notes = agreed_files(machine, control)
+    notes += distrusted(comm.device, dtype)
     if profile is not None:
         return Planner(with_kernels(profile, kernels), MEASURED, plans, kernels, notes)
     return untuned(machine, comm, control, kernels, dtype, plans, notes)

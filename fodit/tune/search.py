@@ -120,7 +120,8 @@ def candidates(
 
     First a few partitions with every kernel and number of free SMs, then all partitions with the best of these.
     """
-    plans = {slabs: shape.plan(slabs) for slabs in partitions(shape.most_slabs)}
+    several = [slabs for slabs in partitions(shape.most_slabs) if len(slabs) > 1]  # one slab overlaps nothing
+    plans = {slabs: shape.plan(slabs) for slabs in several or [(1,)]}
     coarse = [plans[slabs] for slabs in COARSE_PARTITIONS if slabs in plans] or list(plans.values())[-1:]
 
     def least(way: tuple[str, int]) -> float:
@@ -130,7 +131,7 @@ def candidates(
         return min(overlapped_ms(profile, plan, shape.k, *way) for plan in coarse)
 
     fine = best_first(ways(profile, shape.op, kernels), least, exact, FINE)
-    keeps_up = [slabs for slabs in plans if host_keeps_up(profile, slabs, shape)] or [(1,)]
+    keeps_up = [slabs for slabs in plans if host_keeps_up(profile, slabs, shape)] or list(plans)[:1]
     found = best_first(
         [(slabs, way) for _, way in fine for slabs in keeps_up],
         lambda one: least_ms(profile, plans[one[0]], shape.k, *one[1]),
@@ -181,7 +182,7 @@ def choose(profile: Profile, shape: Shape, kernels: Iterable[str] | None, source
 
 
 def as_choice(shape: Shape, best: Candidate, serial: float, source: str) -> Choice:
-    if best.predicted_ms > serial * (1 - UNSURE):
+    if len(best.slabs) == 1 or best.predicted_ms > serial * (1 - UNSURE):
         return Choice(shape.op, False, (1,), None, 0, serial, serial, None, None, source)
     kernel = None if best.kernel == CUBLAS else best.kernel
     return Choice(shape.op, True, best.slabs, kernel, best.free_sms, best.predicted_ms, serial, None, None, source)
