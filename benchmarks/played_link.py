@@ -13,6 +13,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,7 @@ class PlayedCommunicator(Communicator):
 
     def __init__(self, device: torch.device, library: ctypes.CDLL, profile: Profile, blocks: int) -> None:
         super().__init__(None, device)
+        self.compute_sms = self.gemm_sms = profile.machine.compute_sms
         self.size, self.stream = 2, torch.cuda.Stream(device, priority=-1)
         self.planner = self.plans = Planner(profile)
         self._library, self._profile, self._blocks = library, profile, blocks
@@ -118,7 +120,7 @@ def layer_ms(forward: Callable[[], Any], marks: list[torch.cuda.Event], seconds:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", help="played_link.cu, built")
+    parser.add_argument("library", type=Path, help="played_link.cu, built")
     parser.add_argument("--model", required=True)
     parser.add_argument("--layers", type=int, default=8, help="at least 3 (default: 8)")
     parser.add_argument("--link", choices=BLOCKS, default="no-p2p")
@@ -134,7 +136,7 @@ def main() -> None:
     text, batch = model.call["prompt_embeds"].shape[1], 1 if model.wan else 2
 
     profile = shipped()[f"h200-x2-{given.link}"]
-    played = PlayedCommunicator(setting.device, ctypes.CDLL(given.library), profile, BLOCKS[given.link])
+    played = PlayedCommunicator(setting.device, ctypes.CDLL(str(given.library.resolve())), profile, BLOCKS[given.link])
     groups: Any = SimpleNamespace(
         parallel=ParallelConfig(cfg=1, ulysses=2), device=setting.device, size=2, rank=0, ulysses=played,
         cfg=Communicator(None, setting.device),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_module
 from diffusers import AutoencoderKLWan, CogVideoXTransformer3DModel, FirstBlockCacheConfig, WanTransformer3DModel
 from diffusers.hooks import apply_first_block_cache
 from torch import nn
@@ -274,6 +275,23 @@ def test_offloaded_weights_of_norms(make):
         attachment = attach(transformer, groups())
         assert attachment.attentions[0].norm_q.weight.is_meta
         assert torch.equal(transformer(**given).sample, wanted)
+
+
+@pytest.mark.parametrize("make", [wan, cogvideox])
+def test_offloaded_while_attached(make):
+    """accelerate's forward is around fodit's, and stays when that is taken away."""
+    transformer = make()
+    given = inputs(transformer)
+    with torch.no_grad():
+        wanted = transformer(**given).sample
+        attachment = attach(transformer, groups())
+        cpu_offload(transformer, CPU)
+        assert attachment.intact and torch.allclose(transformer(**given).sample, wanted, atol=1e-5)
+        attachment.detach()
+        assert torch.allclose(transformer(**given).sample, wanted, atol=1e-5)
+        remove_hook_from_module(transformer, recurse=True)
+        assert torch.allclose(transformer(**given).sample, wanted, atol=1e-5)
+    assert all(one.processor is not attachment.processor for one in attachment.attentions)
 
 
 @pytest.mark.parametrize("make", [wan, cogvideox])

@@ -49,6 +49,19 @@ def test_offloaded_and_called_twice(pool, tiny, kind, cfg):
         assert first == second and second[1]
 
 
+@pytest.mark.parametrize("kind", ["cogvideox-rope", "wan2.1"])
+def test_offloaded_after_a_call(tiny, kind):
+    """accelerate's hooks go around fodit's, and stay when these are taken away."""
+    pipe = load(tiny(kind), kind, device="cpu")
+    seen = lambda: digest(pipe(generator=torch.Generator().manual_seed(0), **CALL | SIZES[kind]).frames)  # noqa: E731
+    first = seen()
+    pipe.enable_model_cpu_offload(device="cpu")
+    assert seen() == first and seen() == first
+    pipe._session.detach()
+    assert pipe.transformer._hf_hook is not None
+    assert seen() == first, "attached again"
+
+
 def output_on_rank_0(folder, kind, return_dict):
     pipe = load(folder, kind, output_rank=0)
     output = pipe(**CALL | SIZES[kind], return_dict=return_dict)

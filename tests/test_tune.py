@@ -376,6 +376,14 @@ def test_serial_where_nothing_is_gained():
     assert "serial; predicted" in choice.describe() and choice.gain == 1.0
 
 
+def test_a_profile_from_before_there_were_kernels():
+    """Nothing is known of collectives beside them."""
+    known = tiny_profile()
+    beside = {op: {CUBLAS: both[CUBLAS]} for op, both in known.beside.items()}
+    choice = choose(replace(known, beside=beside), Shape("all_reduce", 5120, 640, 64, 2), None, "test")
+    assert choice.kernel is None
+
+
 def test_without_kernels_products_go_slab_by_slab():
     choice = choose(tiny_profile(), Shape("all_reduce", 5120, 640, 64, 2), (), "test")
     assert choice.overlap and choice.kernel is None and choice.free_sms == 0

@@ -99,9 +99,10 @@ class Attachment:
 
     @property
     def intact(self) -> bool:
-        """Whether all hooks are where they were put. accelerate's offloading, when it is set up anew after a pipeline
-        call or for an adapter, gives modules back the forward that they had before it."""
-        return all(module.forward is forward for module, forward in self._forwards)
+        """Whether all hooks are where they were put, or inside of what accelerate put around them later. Its
+        offloading, when it is set up anew after a pipeline call or for an adapter, gives modules back the forward that
+        they had before it."""
+        return all(forward in (module.forward, _inner(module)) for module, forward in self._forwards)
 
     def reset(self) -> None:
         """Before a pipeline call: forget a step that was broken off, and what the last call had to note."""
@@ -134,12 +135,21 @@ class Attachment:
         for attention, processor in zip(self.attentions, self._before, strict=True):
             if attention.processor is self.processor:
                 attention.set_processor(processor)
-        others = [(module, module.forward) for module, forward in self._forwards if module.forward is not forward]
+        others = [
+            (module, module.forward, forward) for module, forward in self._forwards if module.forward is not forward
+        ]
         for module, name in reversed(self._hooks):  # each restores what was there when it came
             HookRegistry.check_if_exists_or_initialize(module).remove_hook(name, recurse=False)
-        for module, forward in others:
-            module.forward = forward
+        for module, outer, ours in others:  # somebody else's, with or without ours inside
+            if _inner(module) is ours:
+                module._old_forward = module.forward  # type: ignore[assignment]
+            module.forward = outer
         self._hooks, self._forwards = [], []
+
+
+def _inner(module: nn.Module) -> Any:
+    """The forward inside of accelerate's hook, if there is one."""
+    return getattr(module, "_old_forward", None)
 
 
 def attach(

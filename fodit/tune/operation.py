@@ -95,7 +95,7 @@ class Operation:
     def decomposed(self, chunks: int) -> None:
         """Chunks of rows by cuBLAS, each one's collective beside the product of the next."""
         rows = self.shape.m
-        step = -(-rows // chunks) // self.comm.size * self.comm.size
+        step = max(-(-rows // chunks) // self.comm.size, 1) * self.comm.size
         started = []
         for start in range(0, rows, step):
             out = self._out[start : start + step]

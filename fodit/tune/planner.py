@@ -206,7 +206,7 @@ def untuned(
     known = shipped()
     name = nearest(machine, known)
     start = with_kernels(known[name], kernels)
-    if torch.cuda.get_device_capability(comm.device) < HOPPER:
+    if min(everyone(control, torch.cuda.get_device_capability(comm.device))) < HOPPER:
         start = start.without_holds()
     if everyone(control, probing())[0]:
         probed = probe(start, machine, comm, Clock(comm.device, control), kernels, dtype)

@@ -109,7 +109,9 @@ def usable_kernels(profile: Profile, kernels: Iterable[str] | None) -> list[str]
 def ways(profile: Profile, op: str, kernels: Iterable[str] | None) -> list[tuple[str, int]]:
     """Kernels with the numbers of SMs that they may leave free."""
     usable = usable_kernels(profile, kernels)
-    frees = [0] if usable == [CUBLAS] else profile.free_sms(op)
+    frees = profile.free_sms(op)
+    if usable == [CUBLAS] or not frees:  # measured before there were kernels: what they do beside one is not known
+        return [(CUBLAS, 0)]
     return [(kernel, free) for kernel in usable for free in frees]
 
 
