@@ -58,8 +58,10 @@ class ParallelConfig:
             raise ValueError(f"max_ctas must be at least 1 or None, got {self.max_ctas}")
         if self.speeds is not None:
             object.__setattr__(self, "speeds", tuple(self.speeds))  # a list is not hashable, plans must be
-        if self.speeds is not None and not all(isinstance(one, int) and one >= 1 for one in self.speeds):
-            raise ValueError(f"speeds must be whole numbers >= 1, one for each rank of a sequence, got {self.speeds}")
+            if not all(isinstance(one, int) and one >= 1 for one in self.speeds):
+                raise ValueError(
+                    f"speeds must be whole numbers >= 1, one for each rank of a sequence, got {self.speeds}"
+                )
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
 

@@ -8,22 +8,20 @@ import argparse
 import random
 import time
 from collections.abc import Callable
-from math import exp, log
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
 
-from fodit.bench.ops import SHAPES, parse_shapes
+from fodit.bench.numerics import relative
+from fodit.bench.ops import WORST_ERROR, parse_shapes
 from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
 from fodit.ops.executor import CudaExecutor, choose_kernel
 from fodit.parallel import rank_device
 from fodit.plan import all_reduce_plan
+from fodit.tune.profile import CUBLAS
 from fodit.tune.setting import Setting, check_gpus
-
-WORST_ERROR = 1e-2  # relative; bf16 rounds by 4e-3
-CUBLAS = "cublas"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +37,7 @@ def check(given: argparse.Namespace) -> None:
         ValueError: arguments that cannot be measured.
         RuntimeError: there are no GPUs, or no kernels for them.
     """
-    if given.shapes:
-        parse_shapes(given.shapes)
+    parse_shapes(given.shapes)
     if not given.seconds > 0:
         raise ValueError(f"--seconds {given.seconds}: more than 0")
     check_gpus()
@@ -56,7 +53,7 @@ def run(setting: Setting, given: argparse.Namespace) -> None:
     kernels = _kernels(setting.device, given.names)
     rows: list[dict[str, Any]] = []
     with setting.compute():
-        for shape in parse_shapes(given.shapes) if given.shapes else SHAPES:
+        for shape in parse_shapes(given.shapes):
             row = _measure(setting, kernels, shape, given.seconds)
             rows.append(row)
             setting.save(given.save, {"rows": rows})
@@ -70,8 +67,9 @@ def run(setting: Setting, given: argparse.Namespace) -> None:
         ("best", [max(row["speeds"].values()) for row in rows]),
     ):
         if speeds:
-            mean = exp(sum(map(log, speeds)) / len(speeds))
-            setting.say(f"{title}: {mean:.3f} of cuBLAS' speed (geometric mean), worst {min(speeds):.3f}")
+            setting.say(
+                f"{title}: {geometric_mean(speeds):.3f} of cuBLAS' speed (geometric mean), worst {min(speeds):.3f}"
+            )
 
 
 def _kernels(device: torch.device, names: str) -> list[Kernel]:
@@ -115,7 +113,7 @@ def _check(calls: dict[str, Callable[[], Any]], out: torch.Tensor) -> None:
     for name, call in calls.items():
         out.fill_(torch.nan)
         call()
-        error = float((out.float() - wanted).norm() / wanted.norm())
+        error = relative(out.float(), wanted)
         if not error < WORST_ERROR:
             raise RuntimeError(f"{name} differs from cuBLAS by {error}")
 

@@ -24,12 +24,12 @@ class Comparison:
         Raises:
             RuntimeError: the latents are not those of the same computation.
         """
-        exact = {} if self._exact is None else {"error_fp32": _relative(latents, self._exact)}
+        exact = {} if self._exact is None else {"error_fp32": relative(latents, self._exact)}
         if self._first is None:
             self._first = latents
             self._theirs = exact.get("error_fp32", 0.0)
             self._worst = max(WORST_ERROR, 2 * self._theirs)  # two runs, each this far from the same result
-        error = _relative(latents, self._first)
+        error = relative(latents, self._first)
         if not error < self._worst:
             raise RuntimeError(f"differs from the first way by {error:.3f}: its time does not count")
         if exact:
@@ -37,7 +37,8 @@ class Comparison:
         return {"error": error, **exact}
 
 
-def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference over that of what is wanted."""
     return float((found - wanted).norm() / wanted.norm())
 
 

@@ -20,13 +20,14 @@ import argparse
 import socket
 from collections.abc import Callable
 from functools import partial
-from math import exp, log
+from statistics import geometric_mean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fodit.agreement import everyone
+from fodit.bench.numerics import relative
 from fodit.ops import Communicator, gemm_all_reduce
 from fodit.parallel import nccl_options, world_size
 from fodit.plan import all_reduce_plan
@@ -35,6 +36,8 @@ from fodit.tune.clock import Clock, Work
 from fodit.tune.measure import measure, this_machine
 from fodit.tune.operation import Operation, shared_kernels
 from fodit.tune.planner import Planner, untuned
+from fodit.tune.predict import SMALLEST
+from fodit.tune.profile import OPERATIONS
 from fodit.tune.search import Shape
 from fodit.tune.setting import Setting, check_gpus
 from fodit.tune.store import Plans
@@ -50,9 +53,7 @@ SHAPES = (
     (17776, 3072, 1536),
     (8888, 9216, 3072),
 )
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_to_all")
 CHUNKS = (2, 4, 8, 16)
-SMALLEST = 16  # the smallest useful slab is a sixteenth
 WORST_ERROR = 1e-2  # relative; bf16 rounds by 4e-3
 COLUMNS = ("gemm", "kernel", "comm", "serial", "decomposed", "async_tp", "untuned", "fodit", "bound")
 
@@ -75,7 +76,7 @@ def check(given: argparse.Namespace) -> None:
         raise ValueError(f"--ops {given.ops}: no operation {', '.join(unknown)}; there are {', '.join(OPERATIONS)}")
     if given.repeats < 1:
         raise ValueError(f"--repeats {given.repeats}: at least 1")
-    shapes = parse_shapes(given.shapes) if given.shapes else SHAPES
+    shapes = parse_shapes(given.shapes)
     check_gpus(2)
     ranks = world_size()
     columns = ranks * Shape.head_dim if "all_to_all" in ops else ranks
@@ -85,7 +86,7 @@ def check(given: argparse.Namespace) -> None:
 
 def run(setting: Setting, given: argparse.Namespace) -> None:
     """Measure, and save what is measured after each operation and shape."""
-    shapes = parse_shapes(given.shapes) if given.shapes else list(SHAPES)
+    shapes = parse_shapes(given.shapes)
     bench = Bench(setting, given.repeats)
     setting.say(f"{'M, N, K':>20} {'op':<15}" + "".join(f"{name:>11}" for name in COLUMNS) + f"{'fraction':>10}  plan")
     rows: list[dict[str, Any]] = []
@@ -105,8 +106,10 @@ def run(setting: Setting, given: argparse.Namespace) -> None:
         setting.say(f"{op}: fraction {fraction:.3f}, worst {worst:.3f}; {gains}; kernel {kernel:.3f} of cuBLAS (means)")
 
 
-def parse_shapes(text: str) -> list[tuple[int, int, int]]:
-    """M,N,K/M,N,K/..."""
+def parse_shapes(text: str | None) -> list[tuple[int, int, int]]:
+    """M,N,K/M,N,K/..., or those of the models without a text."""
+    if not text:
+        return list(SHAPES)
     try:
         found = [(int(m), int(n), int(k)) for m, n, k in (one.split(",") for one in text.split("/"))]
     except ValueError:  # other things than numbers, or not three of them
@@ -117,7 +120,7 @@ def parse_shapes(text: str) -> list[tuple[int, int, int]]:
 
 
 def _mean(rows: list[dict[str, Any]], above: str, below: str) -> float:
-    return exp(sum(log(row[above] / row[below]) for row in rows) / len(rows))
+    return geometric_mean(row[above] / row[below] for row in rows)
 
 
 class Bench:
@@ -185,7 +188,7 @@ class Bench:
             ranges = shape.layout(choice.slabs, comm.rank).head_ranges[comm.rank]
             groups = wanted.split([(last - first) * shape.head_dim for first, last in ranges], dim=1)
             wanted = torch.cat([one.reshape(-1) for one in groups])
-        error = float((found.float() - wanted.view(-1).float()).norm() / wanted.float().norm())
+        error = relative(found.float(), wanted.view(-1).float())
         if not error < WORST_ERROR:
             raise RuntimeError(f"{shape} by {choice.plan} differs from the serial result by {error}")
         return work

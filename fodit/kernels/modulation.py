@@ -12,7 +12,7 @@ class Modulation:
     """The vectors that shift, scale and gate rows, as a transformer computes them from the timestep.
 
     Attributes:
-        vectors: [batch, 1 or tokens, n, C], for a whole sequence or for each token.
+        vectors: [1 or batch, 1 or tokens, n, C], for all items or each, for a whole sequence or for each token.
         table: [n, C] that is added to them in fp32, or None.
         first: `vectors[:, :, first]` is the shift, the next one the scale, the next the gate.
         text: so many tokens at the front take the three vectors that follow these instead.
@@ -25,10 +25,10 @@ class Modulation:
 
     def of(self, items: slice) -> "Modulation":
         """For some items of the batch."""
-        return replace(self, vectors=self.vectors[items])
+        return self if self.vectors.shape[0] == 1 else replace(self, vectors=self.vectors[items])
 
     def shift(self, tokens: int) -> torch.Tensor:
-        """[batch, 1 or tokens, C]"""
+        """[1 or batch, 1 or tokens, C]"""
         return self._vector(0, tokens)
 
     def scale(self, tokens: int) -> torch.Tensor:

@@ -158,8 +158,8 @@ def _arguments(modulation: Modulation | None, x: torch.Tensor) -> tuple:
     vectors, table = modulation.vectors, modulation.table
     if vectors.stride(-1) != 1 or vectors.stride(-2) != vectors.shape[-1]:
         vectors = vectors.contiguous()
-    token = vectors.stride(1) if vectors.shape[1] > 1 else 0
-    return vectors, None if table is None else table.contiguous(), vectors.stride(0), token, modulation.first
+    batch, token = (vectors.stride(dim) if vectors.shape[dim] > 1 else 0 for dim in (0, 1))
+    return vectors, None if table is None else table.contiguous(), batch, token, modulation.first
 
 
 @triton.jit

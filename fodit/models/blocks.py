@@ -91,7 +91,6 @@ class FusedWanBlock(FusedBlock):
         if not self._applies(module):
             return self.fn_ref.original_forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
         vectors, table = temb if temb.ndim == 4 else temb.unsqueeze(1), module.scale_shift_table[0]
-        vectors = vectors.expand(hidden_states.shape[0], -1, -1, -1)  # one timestep may serve the batch
         attention, mlp = Modulation(vectors, table), Modulation(vectors, table, first=3)
 
         normed = rows.normalise(hidden_states, module.norm1, attention)
@@ -191,7 +190,7 @@ class FusedCogVideoXBlock(FusedBlock):
         text = encoder_hidden_states.shape[1]
         joint = joined(encoder_hidden_states, hidden_states)
         normed, total = joint.new_empty(joint.shape), joint.new_empty(joint.shape)
-        attention, mlp = (_modulation(norm, temb, text, joint.shape[0]) for norm in (module.norm1, module.norm2))
+        attention, mlp = _modulation(module.norm1, temb, text), _modulation(module.norm2, temb, text)
 
         def normalise(item: slice) -> None:
             rows.normalise(joint[item], module.norm1.norm, attention.of(item), out=normed[item])
@@ -248,10 +247,9 @@ class FusedCogVideoXBlock(FusedBlock):
         return None
 
 
-def _modulation(norm: CogVideoXLayerNormZero, temb: torch.Tensor, text: int, batch: int) -> Modulation:
+def _modulation(norm: CogVideoXLayerNormZero, temb: torch.Tensor, text: int) -> Modulation:
     vectors = norm.linear(norm.silu(temb))
-    vectors = vectors.view(vectors.shape[0], 1, 6, -1)
-    return Modulation(vectors.expand(batch, -1, -1, -1), text=text)  # one timestep may serve the batch
+    return Modulation(vectors.view(vectors.shape[0], 1, 6, -1), text=text)
 
 
 def _unexpected_norm(found: dict[str, tuple[nn.Module, tuple[type, ...]]]) -> str | None:

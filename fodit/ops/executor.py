@@ -49,9 +49,9 @@ def make_executor(
         kernel, wrong = choose_kernel(plan, a.device, a.dtype, named)
         comm.fallbacks.update(wrong)
         if kernel is not None:
-            # Free SMs are for the kernel that was planned; another one must not take all of them.
-            planned = choice is not None and choice.kernel == kernel.name
-            sms = max(comm.compute_sms - choice.free_sms, 1) if planned and choice is not None else comm.gemm_sms
+            sms = comm.gemm_sms  # also for another kernel than was planned, which may have needed no free SMs
+            if choice is not None and choice.kernel == kernel.name:
+                sms = max(comm.compute_sms - choice.free_sms, 1)
             return CudaExecutor(kernel, plan, buffer, a, weights, biases, act, sms)
         reason = "no kernel can be trusted"
     if a.is_cuda:

@@ -7,15 +7,13 @@ import torch
 
 from fodit.tune.choice import Choice
 from fodit.tune.planner import Planner, name_of
-from fodit.tune.predict import ITEMSIZE, collective_ms, context, product_ms
-from fodit.tune.profile import COLLECTIVES, CUBLAS, Profile, shipped
+from fodit.tune.predict import ITEMSIZE, SMALLEST, bound_ms, collective_ms, context, product_ms
+from fodit.tune.profile import CUBLAS, OPERATIONS, Profile, shipped
 from fodit.tune.reason import reason
 from fodit.tune.search import Shape
 from fodit.tune.store import folder
 
 EXAMPLE = "h200-x2-no-p2p"  # where nothing was measured
-OPERATIONS = COLLECTIVES[:3]  # those that follow a product
-SMALLEST = 16  # the smallest useful slab is a sixteenth
 
 
 def explain(
@@ -85,12 +83,12 @@ def _planner(profile: Profile | str | None) -> Planner:
 
 
 def _bound(known: Profile, shape: Shape, choice: Choice) -> str:
-    """As `predict.bound_ms`, but not above this plan's prediction either: its kernel may be faster than cuBLAS, as for
-    small products, and its slabs smaller than a sixteenth."""
+    """Not above this plan's prediction either: its kernel may be faster than cuBLAS, as for small products, and its
+    slabs smaller than a sixteenth."""
     product = min(product_ms(known, shape.m, shape.n, shape.k), _kernel_ms(known, shape, choice) or inf)
-    size, parts = shape.m * shape.n * ITEMSIZE, max(SMALLEST, ceil(sum(choice.slabs) / min(choice.slabs)))
-    last, whole = collective_ms(known, shape.op, size // parts), collective_ms(known, shape.op, size)
-    return f"{max(product + last, product / parts + whole):.3f} ms, overlapped in slabs of 1/{parts} or larger"
+    parts = max(SMALLEST, ceil(sum(choice.slabs) / min(choice.slabs)))
+    bound = bound_ms(known, shape.op, shape.m, shape.n, shape.k, parts, product)
+    return f"{bound:.3f} ms, overlapped in slabs of 1/{parts} or larger"
 
 
 def _product(known: Profile, shape: Shape, choice: Choice) -> str:

@@ -19,7 +19,7 @@ from fodit.ops.communicator import Communicator, Pending, Ready
 from fodit.tune.clock import LEAD_MS, Clock, Work
 from fodit.tune.operation import collective, shared_kernels
 from fodit.tune.predict import ATTENTION, attention_waves, waves
-from fodit.tune.profile import COLLECTIVES, CUBLAS, Beside, Curve, Machine, Product, Profile
+from fodit.tune.profile import COLLECTIVES, CUBLAS, OPERATIONS, Beside, Curve, Machine, Product, Profile
 from fodit.tune.works import ATTENTION_HEADS, ATTENTION_TOKENS, COLUMNS, Attention, LongWork, Operands, Reached, Started
 
 MB = 1 << 20
@@ -118,7 +118,7 @@ class _Measuring:
             operands, sms = self._long_operands(kernels, fastest), self.machine.compute_sms
             works |= {str(free): operands.long(self.kernels[fastest], sms - free) for free in frees}
         beside: dict[str, dict[str, Beside]] = {}
-        for op in COLLECTIVES[:3]:
+        for op in OPERATIONS:
             beside[op] = {name: self._beside(op, alone[op], work, host_ms) for name, work in works.items()}
             self.say(f"{op} beside products")
         beside["all_to_all"][ATTENTION] = self._beside(

@@ -175,11 +175,15 @@ def _copied(query: torch.Tensor, key: torch.Tensor, heads: tuple[int, int]) -> t
     return query.clone(), key.clone()
 
 
+def _offered(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
+    """The kernels that are made for this device and type."""
+    found = gemm.kernels_for(device)
+    return () if isinstance(found, str) or dtype not in gemm.DTYPES else found
+
+
 def distrusted(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
     """A sentence for each kernel that this device has and that failed its test."""
-    found = gemm.kernels_for(device)
-    there = () if isinstance(found, str) or dtype not in gemm.DTYPES else found
-    reasons = ((one.name, failure(one, device, dtype)) for one in there)
+    reasons = ((one.name, failure(one, device, dtype)) for one in _offered(device, dtype))
     return tuple(f"the kernel {name} is not used: {reason}" for name, reason in reasons if reason is not None)
 
 
@@ -187,8 +191,6 @@ def shared_kernels(
     device: torch.device, control: dist.ProcessGroup | None, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Kernel]:
     """The kernels that all ranks of a gloo group can trust, by name; empty where products run in torch."""
-    found = gemm.kernels_for(device)
-    there = () if isinstance(found, str) or dtype not in gemm.DTYPES else found
-    mine = {one.name: one for one in there if failure(one, device, dtype) is None}
+    mine = {one.name: one for one in _offered(device, dtype) if failure(one, device, dtype) is None}
     everywhere = set.intersection(*(set(names) for names in everyone(control, list(mine))))
     return {name: one for name, one in mine.items() if name in everywhere}

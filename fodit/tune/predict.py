@@ -19,6 +19,7 @@ PRODUCT, ATTENTION, COPY = "product", "attention", "copy"
 BLOCK_ROWS = 128  # query rows that an attention kernel's block attends
 LONGEST_CALL_MS, SPARE = 2.0, 0.015  # of an attention call, and how much longer shorter calls may take together
 MLP_RATIO = 4  # columns of CogVideoX's first MLP product over its input's
+SMALLEST = 16  # the smallest useful slab is a sixteenth
 HALF_FULL = 0.5
 REREAD_SHOWN = 0.5
 
@@ -241,9 +242,11 @@ def _add_attentions(
     return returned
 
 
-def bound_ms(profile: Profile, op: str, m: int, n: int, k: int, smallest: int = 16) -> float:
+def bound_ms(
+    profile: Profile, op: str, m: int, n: int, k: int, parts: int = SMALLEST, product: float | None = None
+) -> float:
     """No overlap can be faster: all of the product and the last slab's collective, or the first slab's product and
-    all of the communication, with slabs of a sixteenth."""
-    product, size = product_ms(profile, m, n, k), m * n * ITEMSIZE
-    last = collective_ms(profile, op, size // smallest)
-    return max(product + last, product / smallest + collective_ms(profile, op, size))
+    all of the communication, with slabs of one of `parts`. The product takes cuBLAS' time or the one given."""
+    product, size = product_ms(profile, m, n, k) if product is None else product, m * n * ITEMSIZE
+    last = collective_ms(profile, op, size // parts)
+    return max(product + last, product / parts + collective_ms(profile, op, size))

@@ -14,12 +14,11 @@ from fodit.ops.communicator import Communicator
 from fodit.tune.clock import Clock, Work
 from fodit.tune.operation import collective
 from fodit.tune.predict import product_ms
-from fodit.tune.profile import CUBLAS, Curve, Machine, Product, Profile
+from fodit.tune.profile import CUBLAS, OPERATIONS, Curve, Machine, Product, Profile
 from fodit.tune.works import COLUMNS, Operands
 
 MB = 1 << 20
 SIZES = (MB, 8 * MB, 64 * MB)
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_to_all")
 PRODUCT_K, PRODUCT_ROWS = 2048, 64
 REPEATS = 3
 FILL = 2048  # elements of a tile that its prologue and epilogue cost

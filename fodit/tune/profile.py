@@ -15,7 +15,8 @@ from pathlib import Path
 from fodit.tune import codec
 
 VERSION = 1
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_to_all", "all_gather")
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_to_all")  # collectives that follow a product
+COLLECTIVES = (*OPERATIONS, "all_gather")
 CUBLAS = "cublas"  # among the kernels of a profile
 HELD_MS = 0.2  # a small collective that takes that much longer beside something has waited for its end
 
@@ -162,7 +163,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         for name, wanted in (("alone", self.alone), ("beside", self.beside)):
-            if missing := set(COLLECTIVES[:3]) - set(wanted):
+            if missing := set(OPERATIONS) - set(wanted):
                 raise ValueError(f"{name}.{min(missing)} is missing")
         if CUBLAS not in self.kernels:
             raise ValueError(f"kernels.{CUBLAS} is missing")

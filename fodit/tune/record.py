@@ -26,7 +26,7 @@ from fodit.tune.clock import Clock, Work
 from fodit.tune.codec import encode
 from fodit.tune.measure import measure, this_machine
 from fodit.tune.operation import Operation, shared_kernels
-from fodit.tune.predict import overlapped_ms, serial_ms
+from fodit.tune.predict import SMALLEST, overlapped_ms, serial_ms
 from fodit.tune.profile import CUBLAS
 from fodit.tune.search import Candidate, Shape, candidates
 from fodit.tune.setting import PROFILE_HELP, PROFILES, Setting, check_gpus, refuse
@@ -35,7 +35,6 @@ from fodit.tune.store import Plans
 from fodit.tune.tuner import STATIC_GROUPS, STATIC_SLABS, Tuner
 
 MODELS = ("CogVideoX-2b", "CogVideoX-5b", "CogVideoX1.5-5b", "Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B")
-SMALLEST = 16  # the smallest useful slab is a sixteenth
 LIMIT_S = 80.0
 EXHAUSTIVE = 5  # shapes
 BEST, OTHERS = 20, 20  # candidates measured for these: the best predicted, and others evenly spread behind them

@@ -164,9 +164,11 @@ def best_first(
 
     `least` is never more than `exact` and takes less time: what it rules out is not looked at (branch and bound).
     """
+    if most is None:
+        return sorted((exact(one), one) for one in options)
     found: list[tuple[float, Option]] = []
     for bound, option in sorted((least(one), one) for one in options):
-        if most is not None and len(found) >= most and bound >= found[most - 1][0]:
+        if len(found) >= most and bound >= found[most - 1][0]:
             break
         insort(found, (exact(option), option))
     return found[:most]
