@@ -25,7 +25,8 @@ from fodit.bench.floor import layer_floor, layer_work
 from fodit.bench.model import DTYPE, Model, make_model
 from fodit.models import attach
 from fodit.models.ulysses import HOOK
-from fodit.ops.communicator import Communicator, Pending, Ready, StreamReached
+from fodit.ops.communicator import Communicator, Pending
+from fodit.ops.ready import Ready, StreamReached
 from fodit.parallel import ParallelConfig
 from fodit.tune.planner import Planner
 from fodit.tune.profile import Profile, shipped
@@ -40,18 +41,24 @@ class PlayedCommunicator(Communicator):
 
     def __init__(self, device: torch.device, library: ctypes.CDLL, profile: Profile, blocks: int) -> None:
         super().__init__(None, device)
-        self.compute_sms = self.gemm_sms = profile.machine.compute_sms
+        self.compute_sms = profile.machine.compute_sms
         self.size, self.stream = 2, torch.cuda.Stream(device, priority=-1)
         self.planner = self.plans = Planner(profile)
         self._library, self._profile, self._blocks = library, profile, blocks
 
     def start(
-        self, collective: Callable[..., Any], *tensors: torch.Tensor, ready: Ready | None = None, **kwargs: Any
+        self,
+        collective: Callable[..., Any],
+        *tensors: torch.Tensor | list[torch.Tensor],
+        ready: Ready | None = None,
+        **kwargs: Any,
     ) -> Pending:
         assert self.stream is not None
-        received, sent = tensors[0], tensors[-1]
+        # The parts of an all-to-all come in lists; of the two ranks only the other one's is exchanged.
+        received, sent = (one if isinstance(one, torch.Tensor) else one[1] for one in (tensors[0], tensors[-1]))
         gathers = "gather" in collective.__name__
-        op, size = ("all_gather", received.nbytes) if gathers else ("all_to_all", sent.nbytes)
+        # A profile's sizes are those of whole inputs, with the part that this rank keeps.
+        op, size = ("all_gather", received.nbytes) if gathers else ("all_to_all", 2 * sent.nbytes)
         ns, words = int(self._profile.alone[op](size) * 1e6), min(received.nbytes, sent.nbytes) // WORD
         ready = ready or StreamReached(self.device)
         ready.hold(self.stream)
@@ -62,7 +69,7 @@ class PlayedCommunicator(Communicator):
         if code:
             raise RuntimeError(f"play_collective({ns} ns, {self._blocks} blocks) failed with CUDA error {code}")
         with torch.cuda.stream(self.stream):
-            if received.nbytes > sent.nbytes:  # a second rank's part, for no NaN to change what the GPU does
+            if gathers:  # a second rank's part, for no NaN to change what the GPU does
                 received.view(-1)[sent.numel() : 2 * sent.numel()].copy_(sent.view(-1))
             done = torch.cuda.Event()
             done.record()

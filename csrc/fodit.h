@@ -2,6 +2,7 @@
 //
 // One operation:  D = act(A @ W.T + bias), driven by a tile program. The program says in which order
 // output tiles are computed, where each is stored, and which counter rises when its stores are visible.
+// And what exchanges between the processes of one host are made of: copies and counters, in the order of streams.
 #pragma once
 #include <stdint.h>
 
@@ -9,8 +10,9 @@
 extern "C" {
 #endif
 
-#define FODIT_ABI 1
+#define FODIT_ABI 2
 #define FODIT_MAX_WEIGHTS 4
+#define FODIT_HANDLE_BYTES 64
 
 enum FoditDtype { FODIT_BF16 = 0, FODIT_FP16 = 1 };
 enum FoditAct { FODIT_ACT_NONE = 0, FODIT_ACT_GELU_TANH = 1 };
@@ -55,6 +57,24 @@ typedef struct {
   char name[48];
 } FoditKernel;
 
+// One direction between two processes: a ring of slots in host memory, all addresses those of this process's GPU.
+typedef struct {
+  void* ring;
+  int32_t* filled;     // chunks that the sender has put into the ring
+  int32_t* freed;      // chunks that the receiver has taken out
+  int64_t slot_bytes;
+  int32_t slots;
+  int32_t moved;       // chunks that this process has put in or taken out so far; counters wrap around
+} FoditLane;
+
+// Where a message may be stored: in a receiver's device memory, told to the sender through host memory. 128 bytes.
+typedef struct {
+  int64_t number;      // of the message, written last
+  int64_t offset;      // from the start of the allocation that the handle stands for
+  uint8_t handle[FODIT_HANDLE_BYTES];
+  uint8_t unused[48];
+} FoditPost;
+
 // Every function returns 0, or a nonzero code after which fodit_last_error() says what failed and with what.
 int fodit_abi(void);
 const char* fodit_last_error(void);                     // of the calling thread
@@ -62,6 +82,21 @@ const char* fodit_build_info(void);                     // architectures, nvcc v
 int fodit_kernels(FoditKernel* out, int32_t capacity);  // returns how many kernels the library has
 int fodit_gemm(const FoditGemm* args, void* stream);
 int fodit_wait(void* stream, const int32_t* counter, int32_t target);  // stream waits until *counter >= target
+int fodit_write(void* stream, int32_t* counter, int32_t value);        // *counter = value, after the stream's copies
+int fodit_copy(void* stream, void* to, const void* from, int64_t bytes);
+
+int fodit_host_register(void* host, int64_t bytes, void** device);  // pins host memory; its address for the GPU
+int fodit_host_unregister(void* host);
+int fodit_export(const void* device, uint8_t* handle, int64_t* offset);  // of the allocation that `device` lies in
+int fodit_import(const uint8_t* handle, void** base);                    // another process's allocation
+int fodit_unimport(void* base);
+
+// A message to and one from another process, chunk by chunk through host memory, on two streams.
+int fodit_stage(FoditLane* out, const void* from, int64_t from_bytes, FoditLane* in, void* to, int64_t to_bytes,
+                void* sending, void* receiving);
+
+int fodit_post(FoditPost* post, int64_t number, const uint8_t* handle, int64_t offset);
+int fodit_collect(const FoditPost* post, int64_t number, double timeout_s, uint8_t* handle, int64_t* offset);  // waits
 
 #ifdef __cplusplus
 }

@@ -6,6 +6,7 @@
 #include <cutlass/version.h>
 
 #include "driver.h"
+#include "error.h"
 
 // The build defines FODIT_WITH_HOPPER and FODIT_WITH_AMPERE for the families it compiled, and FODIT_ARCHS.
 extern "C" {
@@ -21,11 +22,10 @@ int fodit_ampere_gemm(const FoditGemm*, const FoditKernel*, void* stream, char* 
 #endif
 }
 
+thread_local char fodit::last_error[fodit::kErrorLength] = "";
+
 namespace {
 
-thread_local char last_error[1024] = "";
-
-#define FAIL(...) return fodit::fail(last_error, sizeof(last_error), __VA_ARGS__)
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
 
@@ -108,7 +108,7 @@ int check_device(const FoditKernel& kernel) {
 
 int fodit_abi(void) { return FODIT_ABI; }
 
-const char* fodit_last_error(void) { return last_error; }
+const char* fodit_last_error(void) { return fodit::last_error; }
 
 const char* fodit_build_info(void) {
   return "architectures " STRING(FODIT_ARCHS) "; nvcc " STRING(__CUDACC_VER_MAJOR__) "." STRING(

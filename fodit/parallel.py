@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fodit.ops.communicator import Communicator
+from fodit.ops.connect import connected
 from fodit.timeline import Timeline
 
 DIMENSIONS = ("cfg", "tp", "ring", "ulysses")  # of the device mesh, slowest first
@@ -196,6 +197,7 @@ class ProcessGroups:
         device: of this rank.
         timeline: where communication is booked.
         overlap: False waits for every collective at once.
+        control: gloo group of all ranks, which make this together. With it ranks of one host exchange by copy engines.
     """
 
     def __init__(
@@ -204,6 +206,7 @@ class ProcessGroups:
         device: torch.device,
         timeline: Timeline | None = None,
         overlap: bool = True,
+        control: dist.ProcessGroup | None = None,
     ) -> None:
         self.parallel, self.device = parallel, device
         self.size = prod(parallel.degrees)
@@ -219,8 +222,8 @@ class ProcessGroups:
             for group in groups.values():
                 _set_pg_timeout(timedelta(seconds=parallel.timeout_s), group)
 
-        def communicator(name: str) -> Communicator:
-            group = groups[name] if getattr(parallel, name) != 1 else None
-            return Communicator(group, device, timeline, overlap)
+        def group_of(name: str) -> dist.ProcessGroup | None:
+            return groups[name] if getattr(parallel, name) != 1 else None
 
-        self.cfg, self.ulysses = communicator("cfg"), communicator("ulysses")
+        self.cfg = Communicator(group_of("cfg"), device, timeline, overlap)
+        self.ulysses = connected(group_of("ulysses"), device, control, parallel.timeout_s, timeline, overlap)

@@ -45,7 +45,7 @@ class Session:
     ) -> None:
         self.device, self.control, self.overlap, self.output_rank = device, control, overlap, output_rank
         self.timeline = Timeline(device)
-        self.groups = ProcessGroups(parallel, device, self.timeline, overlap)
+        self.groups = ProcessGroups(parallel, device, self.timeline, overlap, control)
         self.head_groups = head_groups
         self.plan()
         self.attachments: dict[str, Attachment] = {}
@@ -152,7 +152,7 @@ class Session:
         notes = [note for attachment in self.attachments.values() for note in attachment.notes]
         notes += sorted(self.groups.cfg.fallbacks | self.groups.ulysses.fallbacks)
         planner = self.groups.ulysses.planner
-        notes += self.warnings + list(planner.notes if planner is not None else ())
+        notes += [*self.warnings, *self.groups.ulysses.notes, *(planner.notes if planner is not None else ())]
         reports = everyone(self.control, (mine, total_s, notes))
         transformer = next(iter(self.attachments.values())).transformer
         parallel = dict(zip(DIMENSIONS, self.groups.parallel.degrees, strict=True))

@@ -2,6 +2,7 @@
 
 import ctypes
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +13,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fodit
 from fodit.doctor import harmful_environment
 from fodit.kernels import build, gemm
-from fodit.kernels.binding import ABI, Family, Gemm, Kernel, KernelError, Library, load
+from fodit.kernels.binding import (
+    ABI,
+    HANDLE_BYTES,
+    SIGNATURES,
+    Family,
+    Gemm,
+    Kernel,
+    KernelError,
+    Library,
+    Post,
+    load,
+)
 from fodit.ops import executor
 from fodit.ops.executor import choose_kernel
 from fodit.plan import all_reduce_plan
 
-INTERFACE = ["fodit_abi", "fodit_build_info", "fodit_gemm", "fodit_kernels", "fodit_last_error", "fodit_wait"]
+INTERFACE = sorted(f"fodit_{name}" for name in (*SIGNATURES, "abi", "build_info", "kernels", "last_error"))
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +82,32 @@ def test_bad_arguments_are_refused(library, change, words):
         setattr(arguments, name, value)
     with pytest.raises(KernelError, match=words):
         library.gemm(arguments, 0)
+
+
+def test_posts_reach_who_collects_them(library):
+    post = Post()
+    address = ctypes.addressof(post)
+    assert library.collect(address, 1, 0.01) is None
+    handle = bytes(range(HANDLE_BYTES))
+    threading.Timer(0.05, library.post, (address, 1, handle, 1 << 40)).start()
+    assert library.collect(address, 1, 10.0) == (handle, 1 << 40)
+    assert library.collect(address, 2, 0.01) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("host_register", (4096, 4096)),
+        ("export", (4096,)),
+        ("open", (bytes(HANDLE_BYTES),)),
+        ("copy", (0, 4096, 8192, 16)),
+        ("write", (0, 4096, 1)),
+    ],
+)
+def test_exchanges_without_a_gpu_are_refused(library, name, arguments):
+    with pytest.raises(KernelError, match="fodit_"):
+        getattr(library, name)(*arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

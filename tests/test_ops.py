@@ -97,6 +97,25 @@ def test_all_to_all(pool, ranks):
         assert max(pool.run(ranks, exchange_case, *case)) < 1e-4
 
 
+def unsent_case(recv_own, send_own):
+    """What is received, when parts that this rank has for itself are there (so many elements) on either side."""
+    comm = communicator()
+    sizes = [[10 * source + target + 1 for target in range(comm.size)] for source in range(comm.size)]
+    send_sizes, recv_sizes = sizes[comm.rank], [line[comm.rank] for line in sizes]
+    send_sizes[comm.rank], recv_sizes[comm.rank] = send_own, recv_own
+    sent = torch.cat([torch.full((size,), 10.0 * comm.rank + other) for other, size in enumerate(send_sizes)])
+    received = torch.full((sum(recv_sizes),), -1.0)
+    comm.all_to_all(received, sent, recv_sizes, send_sizes).wait()
+    wanted = [-1.0 if other == comm.rank else 10.0 * other + comm.rank for other in range(comm.size)]
+    return received.tolist() == [value for value, size in zip(wanted, recv_sizes, strict=True) for _ in range(size)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("own", [(0, 0), (4, 0), (0, 4), (4, 7)])
+def test_a_rank_sends_itself_nothing(pool, ranks, own):
+    assert all(pool.run(ranks, unsent_case, *own))
+
+
 def gather_case(size):
     comm = communicator()
     sizes = tuple(size + (rank % 2) for rank in range(comm.size))

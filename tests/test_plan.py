@@ -16,22 +16,25 @@ from fodit.plan import (
     tile_program,
 )
 from fodit.plan.slabs import slab_rows
+from fodit.plan.tiles import LOCAL
 
 ranks = st.integers(1, 8)
 small = st.integers(1, 40)
 
 
 def fill(plan: Plan) -> list:
-    """The send buffer with every element named (row, weight, column); None where nothing is stored."""
-    buffer: list = [None] * plan.send_size
-    for slab in plan.slabs:
-        for segment in slab.segments:
+    """The plan's buffer with every element named (row, weight, column); None where nothing is stored."""
+    buffer: list = [None] * plan.size
+    places = [(slab.segments, slab.start, slab.stop) for slab in plan.slabs] + [(plan.local, 0, plan.recv_size)]
+    for segments, start, stop in places:
+        for segment in segments:
             for row in range(segment.rows):
                 for col in range(segment.cols):
                     address = segment.offset + row * segment.ld + col
-                    assert slab.start <= address < slab.stop, "a segment leaves its slab"
+                    assert start <= address < stop, "a segment leaves its slab"
                     assert buffer[address] is None, "two elements share an address"
                     buffer[address] = (segment.row_start + row, segment.weight, segment.col_start + col)
+    assert [one for segments, *_ in places for one in segments] == list(plan.segments)
     return buffer
 
 
@@ -39,8 +42,9 @@ def check_cover(plan: Plan, buffer: list) -> None:
     wanted = {(r, w, c) for r in range(plan.rows) for w, n in enumerate(plan.widths) for c in range(n)}
     stored = [element for element in buffer if element is not None]
     assert len(stored) == len(wanted) and set(stored) == wanted
-    assert [slab.start for slab in plan.slabs] == [0, *(slab.stop for slab in plan.slabs[:-1])]
-    assert plan.slabs[-1].stop == plan.send_size
+    first = plan.recv_size if plan.op == "all_to_all" else 0
+    assert [slab.start for slab in plan.slabs] == [first, *(slab.stop for slab in plan.slabs[:-1])]
+    assert plan.slabs[-1].stop == plan.size
     assert [slab.recv_start for slab in plan.slabs] == [0, *(slab.recv_stop for slab in plan.slabs[:-1])]
     assert plan.slabs[-1].recv_stop == plan.recv_size
 
@@ -129,28 +133,15 @@ def test_all_to_all(args):
     plans, groups = [one.projection_plan for one in layout], layout[0].groups
     buffers = []
     for one, plan in zip(layout, plans, strict=True):
-        if plan.rows == 0:
-            assert plan.send_size == 0
-            buffers.append([])
-            continue
-        buffers.append(fill(plan))
-        check_cover(plan, buffers[-1])
-        start = one.token_ranges[one.rank][0]
-        local = one.local_tokens  # name elements by what they are: token, batch item, projection, head, channel
-        buffers[-1] = [
-            (start + row % local, row // local, weight, col // dim, col % dim) for row, weight, col in buffers[-1]
-        ]
+        buffer = fill(plan)
+        check_cover(plan, buffer)
+        buffers.append([None if element is None else meaning(one, *element) for element in buffer])
     for rank in range(size):
         for group in range(groups):
-            received = []
-            for source in range(size):
-                slab = plans[source].slabs[group]
-                begin = slab.start + sum(slab.send_sizes[:rank])
-                part = buffers[source][begin : begin + slab.send_sizes[rank]]
-                assert len(part) == plans[rank].slabs[group].recv_sizes[source], "sender and receiver agree"
-                received += part
+            exchange(plans, buffers, rank, group)
+            slab = plans[rank].slabs[group]
             first, last = layout[rank].head_ranges[rank][group]
-            assert received == [
+            assert buffers[rank][slab.recv_start : slab.recv_stop] == [
                 (t, b, w, h, c)
                 for t in range(tokens)
                 for b in range(batch)
@@ -161,7 +152,53 @@ def test_all_to_all(args):
     for group in range(groups):
         for a in range(size):
             for b in range(size):
-                assert layout[a].return_sizes(group)[0][b] == layout[b].return_sizes(group)[1][a]
+                sent, received = layout[a].return_sizes(group)[0][b], layout[b].return_sizes(group)[1][a]
+                assert received == (0 if a == b else sent), "a rank's own part stays"
+
+
+def meaning(layout, row, weight, col):
+    """What an element is: token, batch item, projection, head, channel."""
+    item, token = divmod(row, layout.local_tokens)
+    return (layout.token_ranges[layout.rank][0] + token, item, weight, *divmod(col, layout.head_dim))
+
+
+def exchange(plans, buffers, rank, group):
+    """What the other ranks send to this one is put beside its own part, which is there."""
+    slab = plans[rank].slabs[group]
+    target = slab.recv_start
+    for source, size in enumerate(slab.recv_sizes):
+        if source != rank:
+            sender = plans[source].slabs[group]
+            begin = sender.start + sum(sender.send_sizes[:rank])
+            assert sender.send_sizes[rank] == size, "sender and receiver agree"
+            assert buffers[rank][target : target + size] == [None] * size, "only the rank's own part is there"
+            buffers[rank][target : target + size] = buffers[source][begin : begin + size]
+        target += size
+    assert target == slab.recv_stop and slab.send_sizes[rank] == 0
+    assert slab.elements == slab.stop - slab.start
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_matrices(args):
+    """They are where the plan stores what is for one rank's heads of one group."""
+    size, tokens, batch, heads, dim, shares, speeds = args
+    for rank in range(size):
+        layout = UlyssesLayout(rank, size, tokens, batch, heads, dim, shares, speeds)
+        buffer = fill(layout.projection_plan)
+        begin, end = layout.token_ranges[rank]
+        for group, places in enumerate(layout.projection_matrices):
+            for other, (offset, width) in enumerate(places):
+                first, last = layout.head_ranges[other][group]
+                found = buffer[offset : offset + layout.local_tokens * batch * 3 * width]
+                assert [meaning(layout, *element) for element in found] == [
+                    (t, b, w, h, c)
+                    for t in range(begin, end)
+                    for b in range(batch)
+                    for w in range(3)
+                    for h in range(first, last)
+                    for c in range(dim)
+                ]
 
 
 @settings(deadline=None)
@@ -176,15 +213,16 @@ def test_tile_program(args, tile_m, tile_n, band):
     ]
     for plan in plans:
         program = tile_program(plan, tile_m, tile_n, band)
-        wanted, got, width = fill(plan), [None] * plan.send_size, len(TILE_FIELDS)
+        wanted, got, width = fill(plan), [None] * plan.size, len(TILE_FIELDS)
         counts = [0] * len(plan.slabs)
         order = []
         for index in range(program.tiles):
             tile = dict(zip(TILE_FIELDS, program.table[index * width : (index + 1) * width], strict=False))
             assert 1 <= tile["rows"] <= tile_m and 1 <= tile["cols"] <= tile_n
             offset = (tile["offset_high"] << 32) + (tile["offset_low"] & 0xFFFFFFFF)
-            counts[tile["slab"]] += 1
-            order.append(tile["slab"])
+            if tile["slab"] != LOCAL:
+                counts[tile["slab"]] += 1
+            order.append(tile["slab"] % (len(counts) + 1))  # what is not sent comes last
             for row in range(tile["rows"]):
                 for col in range(tile["cols"]):
                     address = offset + row * tile["ld"] + col

@@ -104,7 +104,9 @@ def test_rms_norm_over_all_heads_on_arrival_of_some(turned):
     projected = torch.randn(TOKENS, BATCH, 3, heads * dim)
     widths = [3 * dim, 2 * dim]
     sent = [part.flatten() for part in projected.split(widths, dim=-1)]
-    totals = rows.squares_of_slabs(torch.cat(sent), widths, TOKENS * BATCH).view(TOKENS, BATCH, 2)
+    buffer = torch.cat([sent[1], torch.full((5,), torch.nan), sent[0]])  # other things may lie between them
+    places = [(sent[1].numel() + 5, widths[0]), (0, widths[1])]
+    totals = rows.squares_of_slabs(buffer, places, TOKENS * BATCH).view(TOKENS, BATCH, 2)
     close(totals, projected[:, :, :2].square().sum(-1))
     query, key, _ = projected.unflatten(-1, (heads, dim)).unbind(2)
     close(rows.squares(query, key), totals)

@@ -61,6 +61,7 @@ def played_gpu():
     replaced = [
         *((torch.cuda, name, lambda *_, **__: None) for name in ("synchronize", "_sleep", "set_device")),
         (torch.cuda, "Event", Event),
+        (torch.cuda, "Stream", lambda *_, **__: stream),
         (torch.cuda, "stream", lambda _: nullcontext()),
         (torch.cuda, "current_stream", lambda *_: stream),
         (torch.cuda, "device_count", lambda: 1),
@@ -107,7 +108,7 @@ def started(stream):
 def measured():
     with played_gpu() as stream:
         clock, comm = started(stream)
-        machine = measure.this_machine(CPU, clock.control, comm.size)
+        machine = measure.this_machine(comm, clock.control)
         said = []
         return measure.measure(machine, comm, clock, say=said.append, dtype=torch.float32), said
 
@@ -129,7 +130,7 @@ def test_measure(pool):
 def tuned(folder):
     with played_gpu() as stream, patch.dict("os.environ", FODIT_CACHE=folder):
         clock, comm = started(stream)
-        machine = measure.this_machine(CPU, clock.control, comm.size)
+        machine = measure.this_machine(comm, clock.control)
         profile = measure.measure(machine, comm, clock, dtype=torch.float32)
         kernels = operation.shared_kernels(CPU, clock.control, torch.float32)
         said = []
@@ -178,8 +179,8 @@ def recorded(folder):
         with (
             patch.multiple(record, BEST=2, OTHERS=2, EXHAUSTIVE=2, nccl_options=lambda: None),
             patch.object(dist, "new_group", lambda **_: dist.group.WORLD),
-            patch.object(record, "Communicator", lambda *_: comm),
-            patch.object(record, "sms_beside_nccl", lambda _: 20),
+            patch.object(record, "connected", lambda *_: comm),
+            patch.object(comm, "gemm_sms", lambda _: 20),
         ):
             record.Recorder(setting, folder, 2, record.LIMIT_S).run()
 

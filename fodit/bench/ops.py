@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from fodit.agreement import everyone
 from fodit.bench.numerics import relative
-from fodit.ops import Communicator, gemm_all_reduce
+from fodit.ops import Communicator, Pending, gemm_all_reduce
+from fodit.ops.connect import connected
 from fodit.parallel import nccl_options, world_size
 from fodit.plan import all_reduce_plan
 from fodit.tune.choice import Choice
@@ -123,6 +124,15 @@ def _mean(rows: list[dict[str, Any]], above: str, below: str) -> float:
     return geometric_mean(row[above] / row[below] for row in rows)
 
 
+class Unfused(Operation):
+    """As it is written without fodit: a rank's own part goes through the collective, too."""
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        if self.shape.op != "all_to_all":
+            return super().exchange(received, sent)
+        return self.comm.start(dist.all_to_all_single, received, sent)
+
+
 class Bench:
     """What is measured with: the machine's profile, and both planners.
 
@@ -134,8 +144,9 @@ class Bench:
         self.setting, self.repeats = setting, repeats
         self.clock = Clock(setting.device, setting.control)
         own = dist.new_group(backend="nccl", pg_options=nccl_options(setting.max_ctas))
-        self.comm, self.plain = Communicator(own, setting.device), Communicator(dist.group.WORLD, setting.device)
-        machine = this_machine(setting.device, setting.control, setting.ranks, setting.compute_sms)
+        self.comm = connected(own, setting.device, setting.control)
+        self.plain = Communicator(dist.group.WORLD, setting.device)
+        machine = this_machine(self.comm, setting.control, setting.compute_sms)
         one_host = len(set(everyone(setting.control, socket.gethostname()))) == 1
         self.symmetric = setting.profile == "nvlink" and machine.peer and one_host
         self.kernels = shared_kernels(setting.device, setting.control)
@@ -145,7 +156,7 @@ class Bench:
             self.untuned: Planner = untuned(machine, self.comm, setting.control, self.kernels)
 
     def measure(self, shape: Shape) -> dict[str, Any]:
-        plain = Operation(shape, self.plain)
+        plain = Unfused(shape, self.plain)
         row: dict[str, Any] = {"op": shape.op, "m": shape.m, "n": shape.n, "k": shape.k}
         row["gemm"], row["kernel"] = self._times(plain.product, self._kernel_alone(plain))
         row["comm"], last = self._times(plain.collective, partial(plain.collective, SMALLEST))

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-ABI = 1
+ABI = 2
 MAX_WEIGHTS = 4
+HANDLE_BYTES = 64
 FILE = "libfodit_kernels.so"
 _int = ctypes.c_int32
+_long = ctypes.c_int64
 _pointer = ctypes.c_void_p
 
 
@@ -42,6 +45,39 @@ class _Kernel(ctypes.Structure):
         *((name, _int) for name in ("min_arch", "max_arch")),
         ("name", ctypes.c_char * 48),
     ]
+
+
+class Lane(ctypes.Structure):
+    """FoditLane: one direction between two processes, a ring of slots in host memory."""
+
+    _fields_ = [
+        *((name, _pointer) for name in ("ring", "filled", "freed")),
+        ("slot_bytes", _long),
+        *((name, _int) for name in ("slots", "moved")),
+    ]
+
+
+class Post(ctypes.Structure):
+    """FoditPost: where a message may be stored, told to the sender through host memory."""
+
+    _fields_ = [("number", _long), ("offset", _long), ("handle", ctypes.c_uint8 * HANDLE_BYTES), ("_", _long * 6)]
+
+
+# Arguments of the library's functions that return 0, or not and leave a message.
+SIGNATURES: dict[str, list[Any]] = {
+    "gemm": [ctypes.POINTER(Gemm), _pointer],
+    "wait": [_pointer, _pointer, _int],
+    "write": [_pointer, _pointer, _int],
+    "copy": [_pointer, _pointer, _pointer, _long],
+    "host_register": [_pointer, _long, ctypes.POINTER(_pointer)],
+    "host_unregister": [_pointer],
+    "export": [_pointer, _pointer, ctypes.POINTER(_long)],
+    "import": [_pointer, ctypes.POINTER(_pointer)],
+    "unimport": [_pointer],
+    "stage": [ctypes.POINTER(Lane), _pointer, _long, ctypes.POINTER(Lane), _pointer, _long, _pointer, _pointer],
+    "post": [ctypes.POINTER(Post), _long, _pointer, _long],
+    "collect": [ctypes.POINTER(Post), _long, ctypes.c_double, _pointer, ctypes.POINTER(_long)],
+}
 
 
 @dataclass(frozen=True)
@@ -97,10 +133,10 @@ class Library:
             raise KernelError(f"{path} does not load: {error}") from error
         self._lib.fodit_last_error.restype = ctypes.c_char_p
         self._lib.fodit_build_info.restype = ctypes.c_char_p
-        self._lib.fodit_gemm.argtypes = [ctypes.POINTER(Gemm), _pointer]
-        self._lib.fodit_wait.argtypes = [_pointer, _pointer, _int]
         if self._lib.fodit_abi() != ABI:
             raise KernelError(f"{path} has interface {self._lib.fodit_abi()}, fodit needs {ABI}: build it again")
+        for name, arguments in SIGNATURES.items():
+            getattr(self._lib, f"fodit_{name}").argtypes = arguments
         count = self._lib.fodit_kernels(None, 0)
         found = (_Kernel * count)()
         self._lib.fodit_kernels(found, count)
@@ -136,12 +172,65 @@ class Library:
 
     def gemm(self, arguments: Gemm, stream: int) -> None:
         """Enqueue a product on a stream (its cudaStream_t)."""
-        if self._lib.fodit_gemm(ctypes.byref(arguments), stream) != 0:
-            raise KernelError(self._lib.fodit_last_error().decode())
+        self._call("gemm", ctypes.byref(arguments), stream)
 
     def wait(self, stream: int, counter: int, target: int) -> None:
         """Let a stream wait until the counter at this device address is at least `target`. Takes no SM."""
-        if self._lib.fodit_wait(stream, counter, target) != 0:
+        self._call("wait", stream, counter, target)
+
+    def write(self, stream: int, counter: int, value: int) -> None:
+        """Set the counter at this device address when a stream has done what was enqueued before."""
+        self._call("write", stream, counter, value)
+
+    def copy(self, stream: int, to: int, source: int, size: int) -> None:
+        """Copy bytes between any addresses that the current device can reach."""
+        self._call("copy", stream, to, source, size)
+
+    def host_register(self, address: int, size: int) -> int:
+        """Pin host memory. Its address for the current device."""
+        found = _pointer()
+        self._call("host_register", address, size, ctypes.byref(found))
+        return found.value or 0
+
+    def host_unregister(self, address: int) -> None:
+        self._call("host_unregister", address)
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        """The handle of the allocation that a device address lies in, for other processes, and the offset in it."""
+        handle, offset = ctypes.create_string_buffer(HANDLE_BYTES), _long()
+        self._call("export", address, handle, ctypes.byref(offset))
+        return handle.raw, offset.value
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation; where it begins for the current device."""
+        found = _pointer()
+        self._call("import", handle, ctypes.byref(found))
+        return found.value or 0
+
+    def close(self, address: int) -> None:
+        """Unmap what `open` mapped there."""
+        self._call("unimport", address)
+
+    def stage(
+        self, out: Lane, source: int, out_bytes: int, into: Lane, to: int, in_bytes: int, sending: int, receiving: int
+    ) -> None:
+        """A message to another process and one from it, through the lanes' rings, on two streams."""
+        lanes = ctypes.byref(out), ctypes.byref(into)
+        self._call("stage", lanes[0], source, out_bytes, lanes[1], to, in_bytes, sending, receiving)
+
+    def post(self, address: int, number: int, handle: bytes, offset: int) -> None:
+        """Say in the `Post` at this host address where message `number` may be stored."""
+        self._call("post", ctypes.cast(address, ctypes.POINTER(Post)), number, handle, offset)
+
+    def collect(self, address: int, number: int, timeout_s: float) -> tuple[bytes, int] | None:
+        """The handle and the offset of the post of message `number`, or None if it does not come in time."""
+        handle, offset = ctypes.create_string_buffer(HANDLE_BYTES), _long()
+        post = ctypes.cast(address, ctypes.POINTER(Post))
+        there = self._lib.fodit_collect(post, number, timeout_s, handle, ctypes.byref(offset)) == 0
+        return (handle.raw, offset.value) if there else None
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if getattr(self._lib, f"fodit_{name}")(*arguments) != 0:
             raise KernelError(self._lib.fodit_last_error().decode())
 
 

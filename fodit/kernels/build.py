@@ -90,7 +90,7 @@ def object_commands(source: Path, work: Path, archs: Sequence[str], nvcc: str, c
     if hopper:
         commands.update([compiled("hopper", *hopper)])
         macros.append("-DFODIT_WITH_HOPPER")
-    commands.update([compiled("interface", *macros)])
+    commands.update([compiled("interface", *macros), compiled("exchange")])
     return commands
 
 

@@ -95,17 +95,17 @@ def squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return torch.stack([wide(one).square().sum(dim=(-2, -1)) for one in (query, key)], dim=-1)
 
 
-def squares_of_slabs(sent: torch.Tensor, widths: Sequence[int], rows: int) -> torch.Tensor:
+def squares_of_slabs(buffer: torch.Tensor, places: Sequence[tuple[int, int]], rows: int) -> torch.Tensor:
     """The same over all heads that lie in slabs: [rows, 2] in fp32.
 
     Args:
-        sent: flat; one behind the other, for each width, a matrix [rows, 3 (q, k, v), width].
+        buffer: flat.
+        places: (offset, width) of each matrix [rows, 3 (q, k, v), width] in it.
     """
-    if (triton := _triton(sent)) is not None:
-        return triton.squares_of_slabs(sent, widths, rows)
-    parts = sent.split([3 * rows * width for width in widths])
-    qk = [wide(part.view(rows, 3, -1)[:, :2]).square().sum(dim=-1) for part in parts]
-    return torch.stack(qk).sum(dim=0)
+    if (triton := _triton(buffer)) is not None:
+        return triton.squares_of_slabs(buffer, places, rows)
+    parts = [buffer[offset:][: 3 * rows * width].view(rows, 3, width) for offset, width in places]
+    return torch.stack([wide(part[:, :2]).square().sum(dim=-1) for part in parts]).sum(dim=0)
 
 
 def arrive_rms(

@@ -3,6 +3,8 @@
 import os
 import shutil
 from collections.abc import Sequence
+from functools import lru_cache
+from math import gcd
 from typing import Any, Literal
 
 import torch
@@ -187,33 +189,40 @@ def squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _squares_of_slabs(sent, out, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
+def _squares_of_slabs(buffer, offsets, out, WIDTHS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     query = tl.zeros([BLOCK], tl.float32)
     key = tl.zeros([BLOCK], tl.float32)
-    part = sent
     for index in tl.static_range(len(WIDTHS)):
         width = WIDTHS[index]
-        mine = part + row * 3 * width + columns
+        offset = tl.multiple_of(tl.load(offsets + index), ALIGNED)  # for words of 16 bytes
+        mine = buffer + offset + row * 3 * width + columns
         q = tl.load(mine, mask=columns < width, other=0.0).to(tl.float32)
         k = tl.load(mine + width, mask=columns < width, other=0.0).to(tl.float32)
         query += q * q
         key += k * k
-        part += tl.num_programs(0).to(tl.int64) * 3 * width
     tl.store(out + row * 2, tl.sum(query, axis=0))
     tl.store(out + row * 2 + 1, tl.sum(key, axis=0))
 
 
-def squares_of_slabs(sent: torch.Tensor, widths: Sequence[int], rows: int) -> torch.Tensor:
-    out = torch.empty(rows, 2, dtype=torch.float32, device=sent.device)
+def squares_of_slabs(buffer: torch.Tensor, places: Sequence[tuple[int, int]], rows: int) -> torch.Tensor:
+    offsets, widths = zip(*places, strict=True)
+    out = torch.empty(rows, 2, dtype=torch.float32, device=buffer.device)
     block = triton.next_power_of_2(max(widths))
     if rows:
-        with torch.cuda.device(sent.device):
+        with torch.cuda.device(buffer.device):
             _squares_of_slabs[(rows,)](
-                sent, out, WIDTHS=tuple(widths), BLOCK=block, num_warps=min(max(block // 256, 1), 8)
-            )
+                buffer, _numbers(offsets, buffer.device), out,
+                WIDTHS=widths, ALIGNED=gcd(16, *offsets), BLOCK=block, num_warps=min(max(block // 256, 1), 8),
+            )  # fmt: skip
     return out
+
+
+@lru_cache(maxsize=256)
+def _numbers(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 on the device. They change with the resolution, for which a kernel is not compiled again."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 @triton.jit

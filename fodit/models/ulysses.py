@@ -23,7 +23,8 @@ from fodit.plan import UlyssesLayout
 HOOK = "fodit"  # prefix of the hooks' names in diffusers' registry
 # Normalises and rotates q and k [token, batch, head, dim] of the given range of heads; may overwrite them.
 Prepare = Callable[[torch.Tensor, torch.Tensor, tuple[int, int]], tuple[torch.Tensor, torch.Tensor]]
-Returns = list[tuple[Pending, torch.Tensor]]  # of each head group: its exchange, and where it arrives
+# Of each head group: its exchange, what was attended here, and where the other ranks' part arrives.
+Returns = list[tuple[Pending, torch.Tensor, torch.Tensor]]
 
 
 def attend(
@@ -48,7 +49,7 @@ def attend(
         hidden_states: [batch, local tokens, C].
         prepare: what happens to q and k before they are attended.
         backend: diffusers attention backend, None for the active one.
-        between: called with the send buffer when all projections are under way, where there is an exchange.
+        between: called with the buffer of the projections when all are under way, where there is an exchange.
         parts: equal parts of the batch that go one after the other.
         meanwhile: called when the first part's projections are under way; until then only that part of the
             `hidden_states` needs to be there.
@@ -147,10 +148,10 @@ def attend_groups(
         heads = layout.head_ranges[layout.rank][group]
         raw = arrivals.wait(group).view(layout.tokens, layout.batch, 3, heads[1] - heads[0], dim)
         query, key = prepare(raw[:, :, 0], raw[:, :, 1], heads)
-        sent = _attended(query, key, raw[:, :, 2], calls[group], backend).flatten()
+        attended = _attended(query, key, raw[:, :, 2], calls[group], backend)
         send, recv = layout.return_sizes(group)
-        received = sent.new_empty(sum(recv))
-        returns.append((comm.all_to_all(received, sent, recv, send), received))
+        received = comm.empty(sum(recv), attended)
+        returns.append((comm.all_to_all(received, attended.flatten(), recv, send), attended, received))
     return returns
 
 
@@ -167,16 +168,23 @@ def _attended(
 
 
 def collect(returns: Returns, layout: UlyssesLayout) -> torch.Tensor:
-    """What came back of every group: [local tokens, batch, heads * dim]."""
-    dim = layout.head_dim
+    """What came back of every group, and what this rank attended for itself: [local tokens, batch, heads * dim]."""
+    dim, mine = layout.head_dim, slice(*layout.token_ranges[layout.rank])
     result = returns[0][1].new_empty(layout.local_tokens, layout.batch, layout.heads * dim)
-    for group, (pending, received) in enumerate(returns):
+
+    def place(part: torch.Tensor, rank: int, group: int) -> None:
+        first, last = layout.head_ranges[rank][group]
+        columns = result[:, :, first * dim : last * dim]
+        _copy(columns, part.view(columns.shape))
+
+    for group, (_, attended, _) in enumerate(returns):  # while the rest is on its way
+        place(attended[mine], layout.rank, group)
+    for group, (pending, _, received) in enumerate(returns):
         pending.wait()
         _, sizes = layout.return_sizes(group)
         for rank, part in enumerate(received.split(sizes)):
-            first, last = layout.head_ranges[rank][group]
-            columns = result[:, :, first * dim : last * dim]
-            _copy(columns, part.view(columns.shape))
+            if rank != layout.rank:
+                place(part, rank, group)
     return result
 
 

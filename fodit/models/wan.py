@@ -1,5 +1,6 @@
 """Wan: self-attention over video tokens, with q and k normalised over all heads together."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,12 +42,10 @@ class WanUlyssesProcessor:
         sums: list[GatheredRows] = []
         totals: list[torch.Tensor] = []
 
-        def between(sent: torch.Tensor) -> None:
-            # The send buffer holds, of each group and rank in turn, [local tokens, batch, 3, heads, dim].
+        def between(buffer: torch.Tensor) -> None:
             layout = self.sequence.layout(hidden_states.shape[0], hidden_states.dtype)
-            places = [(rank, group) for group in range(layout.groups) for rank in range(layout.ranks)]
-            widths = [layout.group_heads(*place) * layout.head_dim for place in places]
-            local = rows.squares_of_slabs(sent, widths, layout.local_tokens * layout.batch)
+            places = tuple(chain.from_iterable(layout.projection_matrices))
+            local = rows.squares_of_slabs(buffer, places, layout.local_tokens * layout.batch)
             local = local.view(layout.local_tokens, layout.batch, 2)
             sums.append(self.sequence.comm.gather_rows(local, tuple(b - a for a, b in layout.token_ranges)))
 

@@ -7,32 +7,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from fodit.ops.copies import Copies
+from fodit.ops.ready import Ready, StreamReached
 from fodit.plan import Plan, UlyssesLayout
 from fodit.timeline import COMMUNICATION, EXPOSED, Timeline
 
 # torch 2.13 renamed them.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Ready(Protocol):
-    """A condition that a stream can wait for without a host thread and without an SM."""
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let `stream` do nothing further before the condition is met."""
-
-
-class StreamReached:
-    """The current stream has finished all that was enqueued on it when this was made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(device))  # a thread's current device may be another one
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        if self._event is not None:
-            stream.wait_event(self._event)
 
 
 class Pending:
@@ -121,8 +103,9 @@ class Communicator:
 
     Attributes:
         compute_sms: SMs that products have in all, of which planned ones leave some free.
-        gemm_sms: SMs that a product beside its collectives may take if nobody plans it; 0 takes all.
+        copies: copy engines that do the exchanges; None leaves them to NCCL. `fodit.ops.connect` makes them.
         planner: plans what is not given; None leaves it to fixed defaults.
+        notes: what a user should know of the exchanges.
         fallbacks: a sentence for each reason why products ran in torch, or not by the best kernel.
     """
 
@@ -141,13 +124,34 @@ class Communicator:
         self.overlap = overlap
         use_stream = device.type == "cuda" and self.size > 1
         self.compute_sms = torch.cuda.get_device_properties(device).multi_processor_count if use_stream else 0
-        self.gemm_sms = sms_beside_nccl(device) if use_stream else 0
+        self.copies: Copies | None = None
+        self.notes: tuple[str, ...] = ()
         self.planner: Planner | None = None
         self.fallbacks: set[str] = set()
         self.stream = torch.cuda.Stream(device, priority=-1) if use_stream else None
 
+    def gemm_sms(self, op: str) -> int:
+        """SMs that a product beside its collectives may take if nobody plans it; 0 takes all."""
+        if self.stream is None or (op == "all_to_all" and self.copies is not None):
+            return 0
+        return sms_beside_nccl(self.device)
+
+    def empty(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """A flat buffer of `count` elements of `like`'s type that exchanges may receive into."""
+        return like.new_empty(count) if self._copies is None else self._copies.empty(count, like)
+
+    @property
+    def _copies(self) -> Copies | None:
+        """None too while a graph is captured: a replay would wait for the counts of the first time."""
+        captured = self.copies is not None and torch.cuda.is_current_stream_capturing()
+        return None if captured else self.copies
+
     def start(
-        self, collective: Callable[..., Any], *tensors: torch.Tensor, ready: Ready | None = None, **kwargs: Any
+        self,
+        collective: Callable[..., Any],
+        *tensors: torch.Tensor | list[torch.Tensor],
+        ready: Ready | None = None,
+        **kwargs: Any,
     ) -> Pending:
         """Call `collective(*tensors, **kwargs)` of torch.distributed once `ready` (default: the work enqueued so far).
 
@@ -157,6 +161,9 @@ class Communicator:
             pending = self._start_on_host(collective, tensors, kwargs)
         else:
             pending = self._start_on_stream(collective, tensors, kwargs, ready)
+        return self._started(pending)
+
+    def _started(self, pending: Pending) -> Pending:
         if not self.overlap:
             pending.wait()
         return pending
@@ -201,15 +208,54 @@ class Communicator:
         send_sizes: Sequence[int],
         ready: Ready | None = None,
     ) -> Pending:
-        """Start `dist.all_to_all_single` of flat tensors, with the elements from and for each rank."""
-        return self.start(
+        """Start to exchange flat tensors in which the elements from and for each rank lie one behind the other.
+
+        Parts from and for this rank itself may be there on either side: they are neither read nor written. What is
+        received into comes from `empty`.
+        """
+        targets, sources = self._of_others(received, recv_sizes), self._of_others(sent, send_sizes)
+        if self._copies is not None:
+            return self._copy(targets, sources, ready)
+        if self.device.type == "cuda":
+            return self.start(dist.all_to_all, targets, sources, ready=ready)
+        return self._packed_all_to_all(targets, sources)
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], ready: Ready | None = None) -> Pending:
+        """Start to exchange by copy engines: the tensors for and from each rank, empty ones for this rank."""
+        assert self.copies is not None
+        ready = ready or StreamReached(self.device)
+        end = self.copies.start(targets, sources, ready, self.timeline)
+
+        def finish() -> None:
+            with self.timeline.span(EXPOSED):
+                end()
+
+        return self._started(Pending(finish, (*targets, *sources, ready)))
+
+    def _of_others(self, flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """The parts of a tensor, an empty one for this rank."""
+        parts = list(flat.split(list(sizes)))
+        parts[self.rank] = flat[:0]
+        return parts
+
+    def _packed_all_to_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Pending:
+        """gloo sends from one piece of memory and receives into one, so what lies apart is packed."""
+        recv_sizes, send_sizes = ([one.numel() for one in parts] for parts in (targets, sources))
+        packed = targets[0].new_empty(sum(recv_sizes))
+        pending = self.start(
             dist.all_to_all_single,
-            received,
-            sent,
-            ready=ready,
-            output_split_sizes=list(recv_sizes),
-            input_split_sizes=list(send_sizes),
+            packed,
+            torch.cat(sources),
+            output_split_sizes=recv_sizes,
+            input_split_sizes=send_sizes,
         )
+
+        def finish() -> None:
+            pending.wait()
+            for target, part in zip(targets, packed.split(recv_sizes), strict=True):
+                target.copy_(part)
+
+        return Pending(finish, ())
 
     def gather_rows(self, rows: torch.Tensor, sizes: tuple[int, ...]) -> "GatheredRows":
         """All-gather along the first dimension, where rank p has `sizes[p]` rows. Starts it; `.wait()` gives the rows.
@@ -225,9 +271,14 @@ class Communicator:
         if rows.shape[0] < longest:
             padding = rows.new_zeros(longest - rows.shape[0], *rows.shape[1:])
             mine = torch.cat([mine, padding])
-        everyone = rows.new_empty(self.size * longest, *rows.shape[1:])
-        pending = self.start(all_gather_single, everyone, mine)
-        return GatheredRows(pending, everyone, sizes)
+        everyone = self.empty(self.size * mine.numel(), mine).view(self.size * longest, *rows.shape[1:])
+        if self._copies is None:
+            return GatheredRows(self.start(all_gather_single, everyone, mine), everyone, sizes)
+        parts = list(everyone.split(longest))
+        parts[self.rank].copy_(mine)
+        sources = [mine if other != self.rank else mine[:0] for other in range(self.size)]
+        parts[self.rank] = mine[:0]
+        return GatheredRows(self._copy(parts, sources), everyone, sizes)
 
 
 class GatheredRows:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
 from fodit.kernels.selftest import failure
-from fodit.ops.communicator import Choice, Communicator, Ready, StreamReached
+from fodit.ops.communicator import Choice, Communicator
+from fodit.ops.ready import Ready, StreamReached
 from fodit.plan import Plan, Segment
 
 Activation = Literal["none", "gelu-tanh"]
@@ -18,7 +19,7 @@ Producer = Callable[[Segment, torch.Tensor], None]  # writes one segment into th
 
 
 class Executor(Protocol):
-    """Fills the send buffer, slab after slab."""
+    """Fills the plan's buffer, slab after slab."""
 
     def fill(self, index: int) -> Ready:
         """Say when slab `index` can be sent; slabs are asked for in order."""
@@ -49,7 +50,7 @@ def make_executor(
         kernel, wrong = choose_kernel(plan, a.device, a.dtype, named)
         comm.fallbacks.update(wrong)
         if kernel is not None:
-            sms = comm.gemm_sms  # also for another kernel than was planned, which may have needed no free SMs
+            sms = comm.gemm_sms(plan.op)  # also for another kernel than was planned, which may have needed no free SMs
             if choice is not None and choice.kernel == kernel.name:
                 sms = max(comm.compute_sms - choice.free_sms, 1)
             return CudaExecutor(kernel, plan, buffer, a, weights, biases, act, sms)
@@ -69,7 +70,7 @@ class TorchExecutor:
 
     Args:
         plan: what to compute.
-        buffer: flat send buffer of `plan.send_size` elements.
+        buffer: flat, of `plan.size` elements.
         produce: writes one segment into the view it is given.
     """
 
@@ -77,10 +78,16 @@ class TorchExecutor:
         self.plan, self.buffer, self._produce = plan, buffer, produce
 
     def fill(self, index: int) -> Ready:
-        """Enqueue slab `index` on the current stream. Slabs are asked for in order."""
-        for segment in self.plan.slabs[index].segments:
+        """Enqueue slab `index` on the current stream, and with the last one what is not sent."""
+        self._fill(self.plan.slabs[index].segments)
+        ready = StreamReached(self.buffer.device)
+        if index + 1 == len(self.plan.slabs):
+            self._fill(self.plan.local)
+        return ready
+
+    def _fill(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
             self._produce(segment, stored(self.buffer, segment))
-        return StreamReached(self.buffer.device)
 
 
 def linear_segments(
@@ -175,9 +182,8 @@ def choose_kernel(
 
     def work(kernel: Kernel) -> float:
         area = 0
-        for slab in plan.slabs:
-            for one in slab.segments:
-                area += -(-one.rows // kernel.tile_m) * kernel.tile_m * -(-one.cols // kernel.tile_n) * kernel.tile_n
+        for one in plan.segments:
+            area += -(-one.rows // kernel.tile_m) * kernel.tile_m * -(-one.cols // kernel.tile_n) * kernel.tile_n
         return area * (1 + 2048 / (kernel.tile_m * kernel.tile_n))
 
     wrong: list[str] = []

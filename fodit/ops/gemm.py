@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from fodit.ops.communicator import Choice, Communicator, Pending, Ready, reduce_scatter_single
+from fodit.ops.communicator import Choice, Communicator, Pending, reduce_scatter_single
 from fodit.ops.executor import Activation, Executor, TorchExecutor, copied_segments, make_executor
+from fodit.ops.ready import Ready
 from fodit.plan import Plan, Slab, all_reduce_plan, reduce_scatter_plan, split_sizes
 
 DEFAULT_SLABS = 8
@@ -47,7 +48,7 @@ def gemm_all_reduce(
     """
     rows, width = _check(a, [weight], [bias], plan, "all_reduce", comm)
     plan, choice = _planned(all_reduce_plan, plan, a, rows, width, comm)
-    buffer = a.new_empty(plan.send_size)
+    buffer = a.new_empty(plan.size)
     # The sum takes the bias once if one rank adds it to its own part.
     once = bias if comm.rank == 0 else None
     executor = make_executor(plan, buffer, a, [weight], [once], "none", comm, choice)
@@ -82,7 +83,7 @@ def gemm_reduce_scatter(
     rows, width = _check(a, [weight], [bias], plan, "reduce_scatter", comm)
     plan, choice = _planned(reduce_scatter_plan, plan, a, rows, width, comm)
     mine = split_sizes(rows, comm.size)[comm.rank]
-    buffer = a.new_empty(plan.send_size)
+    buffer = a.new_empty(plan.size)
     if rows % comm.size:
         buffer[plan.slabs[-1].start :].zero_()  # the unused rows of shorter ranks are summed too: keep them finite
     once = bias if comm.rank == 0 else None
@@ -96,15 +97,15 @@ def gemm_reduce_scatter(
 class Arrivals:
     """The slabs of a product on their way to this rank."""
 
-    def __init__(self, plan: Plan, sent: torch.Tensor, received: torch.Tensor, pending: list[Pending]) -> None:
-        self.plan, self._sent, self._received, self._pending = plan, sent, received, pending
+    def __init__(self, plan: Plan, buffer: torch.Tensor, pending: list[Pending]) -> None:
+        self.plan, self._buffer, self._pending = plan, buffer, pending
 
     def wait(self, index: int) -> torch.Tensor:
         """Slab `index` as it was received (flat), for use on the current stream."""
         if self._pending:
             self._pending[index].wait()
         slab = self.plan.slabs[index]
-        return self._received[slab.recv_start : slab.recv_stop]
+        return self._buffer[slab.recv_start : slab.recv_stop]
 
 
 def gemm_all_to_all(
@@ -134,9 +135,9 @@ def gemm_all_to_all(
         a: [plan.rows, K].
         weights: [plan.widths[i], K] each.
         biases: [plan.widths[i]] or None each.
-        between: called with the flat send buffer when every slab has been enqueued. A collective that it starts goes
-            second in the queue, ahead of the other slabs: what the first consumer needs must not wait for the last
-            slab.
+        between: called with the flat buffer of the product when every slab has been enqueued. A collective that it
+            starts goes second in the queue, ahead of the other slabs: what the first consumer needs must not wait for
+            the last slab.
 
     Returns:
         `Arrivals`; `arrivals.wait(g)` gives slab g.
@@ -145,9 +146,10 @@ def gemm_all_to_all(
         ValueError: shapes, dtypes, devices or the plan do not fit each other.
     """
     _check(a, weights, biases, plan, "all_to_all", comm)
-    sent = a.new_empty(plan.send_size)
+    buffer = comm.empty(plan.size, a)
     choice = None if comm.planner is None else comm.planner.product(plan, a.shape[1], a.dtype)
-    return _exchange(make_executor(plan, sent, a, weights, biases, act, comm, choice), sent, comm, plan, between)
+    executor = make_executor(plan, buffer, a, weights, biases, act, comm, choice)
+    return Arrivals(plan, buffer, send_slabs(executor, plan, comm, buffer, buffer, between))
 
 
 def all_to_all_products(
@@ -161,40 +163,30 @@ def all_to_all_products(
     for product, width in zip(products, plan.widths, strict=True):
         if product.shape != (plan.rows, width):
             raise ValueError(f"a product has shape {tuple(product.shape)}, the plan wants {(plan.rows, width)}")
-    sent = products[0].new_empty(plan.send_size)
-    return _exchange(TorchExecutor(plan, sent, copied_segments(products)), sent, comm, plan, between)
-
-
-def _exchange(
-    executor: Executor,
-    sent: torch.Tensor,
-    comm: Communicator,
-    plan: Plan,
-    between: Callable[[torch.Tensor], None] | None,
-) -> Arrivals:
-    received = sent.new_empty(plan.recv_size) if comm.size > 1 else sent
-    return Arrivals(plan, sent, received, send_slabs(executor, plan, comm, sent, received, between))
+    buffer = comm.empty(plan.size, products[0])
+    executor = TorchExecutor(plan, buffer, copied_segments(products))
+    return Arrivals(plan, buffer, send_slabs(executor, plan, comm, buffer, buffer, between))
 
 
 def send_slabs(
     executor: Executor,
     plan: Plan,
     comm: Communicator,
-    sent: torch.Tensor,
+    buffer: torch.Tensor,
     received: torch.Tensor,
     between: Callable[[torch.Tensor], None] | None = None,
 ) -> list[Pending]:
     """Fill slab after slab, and start each one's collective; none where the rank is alone.
 
-    `between` is called with the send buffer when every slab has been enqueued. The other slabs' collectives start
-    after it, so that one it starts goes second in the queue.
+    `received` is the buffer itself, but for a reduce-scatter. `between` is called with the buffer when every slab has
+    been enqueued. The other slabs' collectives start after it, so that one it starts goes second in the queue.
     """
     pending: list[Pending] = []
     waiting: list[tuple[Slab, Ready]] = []
 
     def send_waiting() -> None:
         if comm.size > 1:
-            pending.extend(_start(plan.op, slab, ready, comm, sent, received) for slab, ready in waiting)
+            pending.extend(_start(plan.op, slab, ready, comm, buffer, received) for slab, ready in waiting)
         waiting.clear()
 
     for index, slab in enumerate(plan.slabs):
@@ -202,16 +194,16 @@ def send_slabs(
         if index == 0 or between is None:
             send_waiting()
     if between is not None:
-        between(sent)
+        between(buffer)
     send_waiting()
     return pending
 
 
 def _start(
-    op: str, slab: Slab, ready: Ready, comm: Communicator, sent: torch.Tensor, received: torch.Tensor
+    op: str, slab: Slab, ready: Ready, comm: Communicator, buffer: torch.Tensor, received: torch.Tensor
 ) -> Pending:
     """The slab's collective; an all-reduce is done in place."""
-    source, target = sent[slab.start : slab.stop], received[slab.recv_start : slab.recv_stop]
+    source, target = buffer[slab.start : slab.stop], received[slab.recv_start : slab.recv_stop]
     if op == "all_reduce":
         return comm.start(dist.all_reduce, source, ready=ready)
     if op == "reduce_scatter":

@@ -1,12 +1,14 @@
 """Slabs: the parts of a product's output that are sent by one collective call each.
 
 The product is D = A @ [W_0; W_1; ...].T with A of shape [rows, K] and W_i of shape [widths[i], K]. A plan cuts D
-into segments, stores every segment at an address of the send buffer, and groups segments that are contiguous there
-into slabs. Nothing needs reordering after a collective, because the order is already in the store addresses.
+into segments, stores every segment at an address of one buffer, and groups segments that are contiguous there into
+slabs. Nothing needs reordering after a collective, because the order is already in the store addresses.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import chain
 
 from fodit.plan.split import ranges, share_sizes, split_sizes
 
@@ -15,7 +17,7 @@ from fodit.plan.split import ranges, share_sizes, split_sizes
 class Segment:
     """D[row_start:row_stop, col_start:col_stop] of weight `weight` (columns counted inside that weight).
 
-    Row r of the segment is stored at `offset + r * ld` of the send buffer; units are elements.
+    Row r of the segment is stored at `offset + r * ld` of the plan's buffer; units are elements.
     """
 
     row_start: int
@@ -37,9 +39,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Slab:
-    """One collective call: elements [start, stop) of the send buffer, [recv_start, recv_stop) of the receive buffer.
+    """One collective call: elements [start, stop) of the plan's buffer are sent, [recv_start, recv_stop) received.
 
-    `send_sizes` and `recv_sizes` are elements per rank for an all-to-all, empty for the reducing collectives.
+    `send_sizes` and `recv_sizes` are elements per rank for an all-to-all, empty for the reducing collectives. A rank
+    sends itself nothing, but `recv_sizes` counts its own share of what it will have.
     """
 
     segments: tuple[Segment, ...]
@@ -50,11 +53,20 @@ class Slab:
     send_sizes: tuple[int, ...] = ()
     recv_sizes: tuple[int, ...] = ()
 
+    @cached_property
+    def elements(self) -> int:
+        """That the product computes for this slab."""
+        return sum(one.rows * one.cols for one in self.segments)
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How one product is cut into slabs. `send_size` and `recv_size` are the buffers' lengths in elements.
+    """How one product is cut into slabs.
 
+    `size` is the length of the buffer that the product is stored in, `recv_size` of what is received. An all-to-all
+    receives into the first part of that same buffer, an all-reduce in place, a reduce-scatter into another buffer.
+    `local` are segments that no other rank needs. They are computed last, for they hide what the others wait for; a
+    product stores them where they belong in what is received.
     Plans are compared by identity: what is derived from one (a tile program on a device) is kept for as long as it.
     """
 
@@ -63,14 +75,19 @@ class Plan:
     rows: int
     widths: tuple[int, ...]
     slabs: tuple[Slab, ...]
-    send_size: int
+    size: int
     recv_size: int
+    local: tuple[Segment, ...] = ()
+
+    @property
+    def segments(self) -> Iterator[Segment]:
+        """In the order in which they are computed."""
+        return chain(*(slab.segments for slab in self.slabs), self.local)
 
     @property
     def by_rows(self) -> bool:
         """Whether all slabs are rows of one product as they lie, so that a plain product fills them."""
-        segments = (one for slab in self.slabs for one in slab.segments)
-        return len(self.widths) == 1 and all(one.cols == one.ld == self.widths[0] for one in segments)
+        return len(self.widths) == 1 and all(one.cols == one.ld == self.widths[0] for one in self.segments)
 
 
 def slab_rows(rows: int, slabs: int | tuple[int, ...], align: int = 1) -> tuple[int, ...]:

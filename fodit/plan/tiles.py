@@ -5,20 +5,24 @@ from dataclasses import dataclass
 
 from fodit.plan.slabs import Plan
 
+LOCAL = -1  # slab of the tiles that are not sent
 # One tile is twelve int32, the layout of FoditTile in csrc/fodit.h; the 64-bit offset takes two of them.
 TILE_FIELDS = ("m0", "n0", "rows", "cols", "weight", "slab", "ld", "unused", "offset_low", "offset_high", "-", "-")
 
 
 @dataclass(frozen=True)
 class TileProgram:
-    """The table a kernel follows, and for each slab the number its counter reaches when the slab is complete."""
+    """The table a kernel follows, and for each slab the number its counter reaches when the slab is complete.
+
+    Tiles of what stays on this rank come last; they are of slab -1, which has no counter.
+    """
 
     table: array  # int32, len(TILE_FIELDS) per tile
     tiles_per_slab: tuple[int, ...]
 
     @property
     def tiles(self) -> int:
-        return sum(self.tiles_per_slab)
+        return len(self.table) // len(TILE_FIELDS)
 
 
 def tile_program(plan: Plan, tile_m: int, tile_n: int, band: int = 16) -> TileProgram:
@@ -32,9 +36,9 @@ def tile_program(plan: Plan, tile_m: int, tile_n: int, band: int = 16) -> TilePr
     if min(tile_m, tile_n, band) < 1:
         raise ValueError(f"tile_m, tile_n and band must be >= 1, got {tile_m}, {tile_n}, {band}")
     table, counts = array("i"), []
-    for index, slab in enumerate(plan.slabs):
+    for index, segments in [*enumerate(slab.segments for slab in plan.slabs), (LOCAL, plan.local)]:
         tiles = []
-        for segment in slab.segments:
+        for segment in segments:
             for m0 in range(segment.row_start, segment.row_stop, tile_m):
                 rows = min(tile_m, segment.row_stop - m0)
                 for n0 in range(segment.col_start, segment.col_stop, tile_n):
@@ -49,5 +53,6 @@ def tile_program(plan: Plan, tile_m: int, tile_n: int, band: int = 16) -> TilePr
         for *fields, offset in tiles:
             low = offset & 0xFFFFFFFF
             table.extend((*fields, low - (1 << 32) if low >> 31 else low, offset >> 32, 0, 0))
-        counts.append(len(tiles))
+        if index != LOCAL:
+            counts.append(len(tiles))
     return TileProgram(table, tuple(counts))

@@ -92,40 +92,76 @@ class UlyssesLayout:
         """The plan of q, k and v. Made once."""
         return self.column_plan(3)
 
+    @cached_property
+    def projection_matrices(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Where that plan stores them. Made once."""
+        return self.matrices(3)
+
+    def matrices(self, projections: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Where `column_plan` stores what: `[group][rank]` is (offset, width) of what a rank's heads get.
+
+        It is a matrix [token, batch, projection, width] of the local tokens. The buffer begins with all that is
+        received, where this rank's own matrices have their place; those for the others follow.
+        """
+        sizes = self._projection_sizes(projections)
+        begin, offset, result = 0, sum(sum(recv) for _, recv in sizes), []
+        for group, (send, recv) in enumerate(sizes):
+            own, places = begin + sum(recv[: self.rank]), []
+            for rank in range(self.ranks):
+                width = self.group_heads(rank, group) * self.head_dim
+                places.append((own if rank == self.rank else offset, width))
+                offset += send[rank]
+            result.append(tuple(places))
+            begin += sum(recv)
+        return tuple(result)
+
+    def _projection_sizes(self, projections: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Of each group: elements to send to each rank, 0 to itself, and of each rank in what is received."""
+        result = []
+        for group in range(self.groups):
+            send = [projections * self._elements(self.rank, rank, group) for rank in range(self.ranks)]
+            recv = [projections * self._elements(rank, self.rank, group) for rank in range(self.ranks)]
+            send[self.rank] = 0
+            result.append((tuple(send), tuple(recv)))
+        return result
+
     def column_plan(self, projections: int) -> Plan:
         """GEMM + all-to-all of `projections` weights, each [heads * head_dim, K].
 
-        A's rows are the local tokens, batch-major as [batch, token]. Slab g holds, for each destination rank, the
-        matrix [token, batch, projection, head, head_dim] of that rank's g-th head group. Received, slab g is that
-        matrix for this rank's heads and all tokens.
+        A's rows are the local tokens, batch-major as [batch, token]. Slab g holds, for each other rank, the matrix
+        [token, batch, projection, head, head_dim] of that rank's g-th head group. Received, slab g is that matrix for
+        this rank's heads and all tokens, of which the local tokens' part is not sent but `Plan.local`.
         """
         dim, local = self.head_dim, self.local_tokens
-        slabs, offset, received = [], 0, 0
-        for group in range(self.groups):
-            segments, start = [], offset
-            for rank in range(self.ranks):
-                first, last = self.head_ranges[rank][group]
-                block = (last - first) * dim
-                row = self.batch * projections * block  # elements between consecutive tokens
+        sizes, slabs = self._projection_sizes(projections), []
+        mine: list[Segment] = []
+        begin, start = 0, sum(sum(recv) for _, recv in sizes)
+        for group, places in enumerate(self.matrices(projections)):
+            segments: list[Segment] = []
+            for rank, (offset, width) in enumerate(places):
+                first = self.head_ranges[rank][group][0] * dim
+                row = self.batch * projections * width  # elements between consecutive tokens
                 for item in range(self.batch):
                     for weight in range(projections):
-                        address = offset + (item * projections + weight) * block
+                        address = offset + (item * projections + weight) * width
                         rows = (item * local, (item + 1) * local)
-                        segments.append(Segment(*rows, first * dim, last * dim, weight, address, row))
-                offset += local * row
-            send = tuple(projections * self._elements(self.rank, rank, group) for rank in range(self.ranks))
-            recv = tuple(projections * self._elements(rank, self.rank, group) for rank in range(self.ranks))
-            slabs.append(Slab(tuple(segments), start, offset, received, received + sum(recv), send, recv))
-            received += sum(recv)
+                        one = Segment(*rows, first, first + width, weight, address, row)
+                        (mine if rank == self.rank else segments).append(one)
+            send, recv = sizes[group]
+            stop, end = start + sum(send), begin + sum(recv)
+            slabs.append(Slab(tuple(segments), start, stop, begin, end, send, recv))
+            start, begin = stop, end
         widths = (self.heads * dim,) * projections
-        return Plan("all_to_all", self.ranks, self.batch * local, widths, tuple(slabs), offset, received)
+        return Plan("all_to_all", self.ranks, self.batch * local, widths, tuple(slabs), start, begin, tuple(mine))
 
     def return_sizes(self, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Elements to send to and receive from each rank when the attention output of a head group goes back.
 
-        Sent is [token, batch, head, head_dim] of all tokens and this rank's heads of the group; received, one rank's
-        block behind the other, the same of the local tokens and each rank's heads.
+        Sent is [token, batch, head, head_dim] of all tokens and this rank's heads of the group, of which its own
+        tokens stay; received, one rank's block behind the other, the same of the local tokens and each other rank's
+        heads.
         """
         send = tuple(self._elements(rank, self.rank, group) for rank in range(self.ranks))
-        recv = tuple(self._elements(self.rank, rank, group) for rank in range(self.ranks))
-        return send, recv
+        recv = [self._elements(self.rank, rank, group) for rank in range(self.ranks)]
+        recv[self.rank] = 0
+        return send, tuple(recv)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import torch.distributed as dist
 
 from fodit.ops.communicator import Communicator
+from fodit.ops.connect import connected
 from fodit.parallel import ParallelConfig, nccl_options, world_size
 from fodit.tune.clock import Clock
 from fodit.tune.measure import measure, this_machine
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
     setting = Setting(given.profile)
     parts = [list(range(first, first + degree)) for first in range(0, setting.ranks, degree)]
     groups = [dist.new_group(part, backend="nccl", pg_options=nccl_options()) for part in parts]
-    comm = Communicator(groups[setting.rank // degree], setting.device)
+    comm = connected(groups[setting.rank // degree], setting.device, setting.control)
     _tune(setting, comm, model(*call, cfg), given)
     setting.barrier()
     dist.destroy_process_group()
@@ -97,7 +98,7 @@ def _degrees(given: argparse.Namespace, heads: int) -> tuple[int, int]:
 
 def _tune(setting: Setting, comm: Communicator, wanted: Model, given: argparse.Namespace) -> None:
     clock = Clock(setting.device, setting.control)
-    machine = this_machine(setting.device, setting.control, comm.size, setting.compute_sms)
+    machine = this_machine(comm, setting.control, setting.compute_sms)
     setting.say(f"{machine}\n{wanted.name}: {wanted.tokens} tokens, {wanted.heads} heads, batch {wanted.batch}")
     profile, plans, notes = agreed_files(machine, setting.control)
     for note in notes:

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from fodit.agreement import everyone
-from fodit.ops.communicator import Communicator, Pending, Ready
+from fodit.ops.communicator import Communicator, Pending
+from fodit.ops.ready import Ready
 from fodit.tune.clock import LEAD_MS, Clock, Work
 from fodit.tune.operation import collective, shared_kernels
 from fodit.tune.predict import ATTENTION, attention_waves, waves
-from fodit.tune.profile import COLLECTIVES, CUBLAS, OPERATIONS, Beside, Curve, Machine, Product, Profile
+from fodit.tune.profile import COLLECTIVES, COPY_ENGINES, CUBLAS, OPERATIONS, Beside, Curve, Machine, Product, Profile
 from fodit.tune.works import ATTENTION_HEADS, ATTENTION_TOKENS, COLUMNS, Attention, LongWork, Operands, Reached, Started
 
 MB = 1 << 20
@@ -36,30 +37,31 @@ HOST_MS = 0.1  # at most, for a collective to be enqueued
 Say = Callable[[str], None]
 
 
-def this_machine(
-    device: torch.device, control: dist.ProcessGroup | None, ranks: int, compute_sms: int | None = None
-) -> Machine:
+def this_machine(comm: Communicator, control: dist.ProcessGroup | None, compute_sms: int | None = None) -> Machine:
     """What these ranks run on, the same on all of them.
 
     Args:
+        comm: of the ranks that communicate with each other.
         control: a gloo group of all ranks.
-        ranks: that communicate with each other.
         compute_sms: SMs that products may take; None takes all.
     """
+    device = comm.device
     properties = torch.cuda.get_device_properties(device)
     others = [other for other in range(torch.cuda.device_count()) if other != device.index]
     peer = all(torch.cuda.can_device_access_peer(device, other) for other in others)
     peer = peer and os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
     set_here = {f"{k}={v}" for k, v in os.environ.items() if k.startswith("NCCL_") and not k.startswith(SILENT)}
     sms = properties.multi_processor_count
-    found = everyone(control, (properties.name, sms, compute_sms or sms, peer, socket.gethostname(), set_here))
-    names, counts, taken, peers, hosts, variables = zip(*found, strict=True)
+    mine = (properties.name, sms, compute_sms or sms, peer, socket.gethostname(), set_here, comm.copies is not None)
+    names, counts, taken, peers, hosts, variables, copies = zip(*everyone(control, mine), strict=True)
     link = ["peer access" if all(peers) else "host memory"]
+    if all(copies):
+        link.append(COPY_ENGINES)
     if len(set(hosts)) > 1:
         link.append(f"{len(set(hosts))} hosts")
     link += sorted(set().union(*variables))
     nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-    return Machine(names, ranks, ", ".join(link), nccl, driver_version(), min(counts), min(taken))
+    return Machine(names, comm.size, ", ".join(link), nccl, driver_version(), min(counts), min(taken))
 
 
 def driver_version() -> str:
@@ -99,7 +101,8 @@ class _Measuring:
         self.kernels = shared_kernels(comm.device, clock.control, dtype)
         largest = max(SIZES) // dtype.itemsize
         self.sent = torch.randn(2 * largest, device=comm.device, dtype=dtype)
-        self.received = torch.empty_like(self.sent)
+        self.received = comm.empty(self.sent.numel(), self.sent)
+        self.watch = torch.cuda.Stream(comm.device)  # waits for collectives beside the compute stream
         self._turn = 0
 
     def profile(self) -> Profile:
@@ -216,7 +219,7 @@ class _Measuring:
 
         def several(ready: Ready | None) -> float:
             begin = time.perf_counter()
-            pending = [self._start("all_reduce", 4096, ready) for _ in range(HOST_CALLS)]
+            pending = [self._start("all_to_all", 4096, ready) for _ in range(HOST_CALLS)]
             taken = (time.perf_counter() - begin) * 1e3 / HOST_CALLS
             for one in pending:
                 one.wait()
@@ -250,19 +253,17 @@ class _Measuring:
 
     def _race(self, op: str, size: int, count: int, work: LongWork, lead_ms: float) -> tuple[float, float, float]:
         """Milliseconds of the work, of each collective beside it, and in which both were under way."""
-        stream = self.comm.stream
-        assert stream is not None
         begin = self.clock.start(lead_ms)
         ready = work()
         end = self.clock.mark()
-        ready.hold(stream)
-        marks: list[torch.cuda.Event] = []
-        started = Started(begin)  # for all but the first nothing is left to wait for
-        for index in range(count + 1):
-            with torch.cuda.stream(stream):
+        ready.hold(self.watch)
+        with torch.cuda.stream(self.watch):
+            marks = [self.clock.mark()]
+        for index in range(count):  # for all but the first nothing is left to wait for
+            pending = self._start(op, size, Started(begin) if index else ready)
+            with torch.cuda.stream(self.watch):
+                pending.wait()
                 marks.append(self.clock.mark())
-            if index < count:
-                self._start(op, size, started)
         torch.cuda.synchronize(self.comm.device)
         length = begin.elapsed_time(end)
         first, *ends = [begin.elapsed_time(one) for one in marks]

@@ -11,9 +11,10 @@ from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
 from fodit.kernels.selftest import failure
 from fodit.models.ulysses import attend_groups, collect
-from fodit.ops.communicator import Communicator, Pending, Ready, all_gather_single, reduce_scatter_single
+from fodit.ops.communicator import Communicator, Pending, all_gather_single, reduce_scatter_single
 from fodit.ops.executor import CudaExecutor, Executor, TorchExecutor, linear_segments
 from fodit.ops.gemm import Arrivals, send_slabs
+from fodit.ops.ready import Ready
 from fodit.plan import Plan, UlyssesLayout
 from fodit.tune.predict import MLP_RATIO
 from fodit.tune.search import Shape
@@ -24,7 +25,10 @@ WEIGHT_STD = 0.02
 def collective(
     comm: Communicator, op: str, received: torch.Tensor, sent: torch.Tensor, ready: Ready | None = None
 ) -> Pending:
-    """Start a collective over all of two flat buffers of one length; the all-reduce is done in place."""
+    """Start a collective over all of two flat buffers of one length; the all-reduce is done in place.
+
+    An all-to-all leaves out this rank's own part, as it does in an operation, whose product stores it in place.
+    """
     part = sent.numel() // comm.size
     if op == "all_reduce":
         return comm.start(dist.all_reduce, sent, ready=ready)
@@ -32,7 +36,7 @@ def collective(
         return comm.start(reduce_scatter_single, received[:part], sent, ready=ready)
     if op == "all_gather":
         return comm.start(all_gather_single, received, sent[:part], ready=ready)
-    return comm.start(dist.all_to_all_single, received, sent, ready=ready)
+    return comm.all_to_all(received, sent, (part,) * comm.size, (part,) * comm.size, ready)
 
 
 def product(
@@ -76,7 +80,11 @@ class Operation:
 
     @cached_property
     def _received(self) -> torch.Tensor:
-        return self.a.new_empty(self.shape.m * self.shape.n)
+        return self.comm.empty(self.shape.m * self.shape.n, self.a)
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        """Start the collective of one part of the product."""
+        return collective(self.comm, self.shape.op, received, sent)
 
     def product(self) -> None:
         """By cuBLAS."""
@@ -86,7 +94,7 @@ class Operation:
         """Of all of the product, or of one of `share` parts."""
         unit = 8 * self.comm.size
         size = self._out.numel() // share // unit * unit
-        collective(self.comm, self.shape.op, self._received[:size], self._out.view(-1)[:size]).wait()
+        self.exchange(self._received[:size], self._out.view(-1)[:size]).wait()
 
     def serial(self) -> None:
         self.product()
@@ -101,7 +109,7 @@ class Operation:
             out = self._out[start : start + step]
             torch.mm(self.a[start : start + step], self._together.t(), out=out)
             received = self._received[start * self.shape.n :][: out.numel()]
-            started.append(collective(self.comm, self.shape.op, received, out.view(-1)))
+            started.append(self.exchange(received, out.view(-1)))
         for pending in started:
             pending.wait()
 
@@ -124,18 +132,18 @@ class Operation:
 
     def overlapped(self, plan: Plan, kernel: Kernel | None, sms: int) -> torch.Tensor:
         """As the operation does it with this plan. What is received, flat."""
-        sent = self.a.new_empty(plan.send_size)
-        received = sent if plan.op == "all_reduce" else self.a.new_empty(plan.recv_size)
-        for pending in self.start(plan, kernel, sms, sent, received):
+        buffer = self.comm.empty(plan.size, self.a)
+        received = self.a.new_empty(plan.recv_size) if plan.op == "reduce_scatter" else buffer
+        for pending in self.start(plan, kernel, sms, buffer, received):
             pending.wait()
-        return received
+        return received[: plan.recv_size]
 
     def start(
-        self, plan: Plan, kernel: Kernel | None, sms: int, sent: torch.Tensor, received: torch.Tensor
+        self, plan: Plan, kernel: Kernel | None, sms: int, buffer: torch.Tensor, received: torch.Tensor
     ) -> list[Pending]:
         """The collective of every slab, under way."""
-        executor = product(kernel, plan, sent, self.a, self.weights, self.biases, sms)
-        return send_slabs(executor, plan, self.comm, sent, received)
+        executor = product(kernel, plan, buffer, self.a, self.weights, self.biases, sms)
+        return send_slabs(executor, plan, self.comm, buffer, received)
 
 
 class Segment(Operation):
@@ -154,8 +162,8 @@ class Segment(Operation):
         plan, comm = layout.projection_plan, self.comm
         arrivals = []
         for part in range(self.parts):
-            sent, received = self.a.new_empty(plan.send_size), self.a.new_empty(plan.recv_size)
-            arrivals.append(Arrivals(plan, sent, received, self.start(plan, kernel, sms, sent, received)))
+            buffer = comm.empty(plan.size, self.a)
+            arrivals.append(Arrivals(plan, buffer, self.start(plan, kernel, sms, buffer, buffer)))
             if part == 0 and self.parts > 1:
                 self._mlp(self.a)
         returns = [attend_groups(one, _copied, layout, calls, comm, None) for one in arrivals]

@@ -116,7 +116,7 @@ class Planner:
         return found
 
     def _of_product(self, plan: Plan, k: int, dtype: str) -> Choice:
-        sizes, n = [slab.stop - slab.start for slab in plan.slabs], sum(plan.widths)
+        sizes, n = [slab.elements for slab in plan.slabs], sum(plan.widths)
         slabs = tuple(size // gcd(*sizes) for size in sizes)
         tuned = [
             one.choice
@@ -184,7 +184,7 @@ def planner_for(
     """
     if comm.stream is None:
         return None
-    machine = this_machine(comm.device, control, comm.size, compute_sms)
+    machine = this_machine(comm, control, compute_sms)
     kernels = shared_kernels(comm.device, control, dtype)
     profile, plans, notes = agreed_files(machine, control)
     notes += distrusted(comm.device, dtype)

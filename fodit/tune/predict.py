@@ -35,8 +35,9 @@ def waves(tiles: int, sms: int) -> float:
 
 
 def slab_tiles(plan: Plan, product: Product) -> list[int]:
-    """Tiles of each slab."""
-    return [sum(product.tiles(one.rows, one.cols) for one in slab.segments) for slab in plan.slabs]
+    """Tiles of each slab, and of what is not sent, if there is such a part."""
+    parts = [slab.segments for slab in plan.slabs] + ([plan.local] if plan.local else [])
+    return [sum(product.tiles(one.rows, one.cols) for one in part) for part in parts]
 
 
 def slab_ends(profile: Profile, product: Product, tiles: Sequence[int], k: int, free: int) -> list[float]:
@@ -68,22 +69,22 @@ def serial_ms(profile: Profile, op: str, m: int, n: int, k: int) -> float:
 
 def overlapped_ms(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> float:
     """The plan's product by a kernel that leaves `free` SMs, its collectives beside it."""
-    return simulate(slab_tasks(profile, plan, k, kernel, free))[-1][1]
+    return max(end for _, end in simulate(slab_tasks(profile, plan, k, kernel, free)))
 
 
 def slab_tasks(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> list[Task]:
-    """One compute task a slab, then one communication task a slab."""
+    """One compute task a slab, then one communication task a slab, then the computation of what is not sent."""
     op, name = plan.op, context(kernel, free)
     kind = CUBLAS if kernel == CUBLAS else PRODUCT
     slowed = {op: profile.beside[op][name].slowed}
     tasks = [Task(COMPUTE, kind, ms, slowed=slowed) for ms in slab_lengths(profile, plan, k, kernel, free)]
-    for index, size in enumerate(slab_bytes(plan)):
-        tasks.append(_collective(profile, op, size, index, name))
-    return tasks
+    slabs = len(plan.slabs)
+    sent = [_collective(profile, op, size, index, name) for index, size in enumerate(slab_bytes(plan))]
+    return tasks[:slabs] + sent + tasks[slabs:]
 
 
 def slab_lengths(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> list[float]:
-    """How long the product works on each slab, alone."""
+    """How long the product works on each slab, and on what is not sent, alone."""
     product = profile.kernels[kernel]
     tiles = slab_tiles(plan, product)
     if kernel == CUBLAS:  # without a signaling kernel every slab is a product of its own
@@ -94,7 +95,9 @@ def slab_lengths(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -
 
 
 def slab_bytes(plan: Plan) -> list[int]:
-    return [(slab.stop - slab.start) * ITEMSIZE for slab in plan.slabs]
+    """Size of each slab's collective: of its whole input, with the share that a rank does not send to itself."""
+    own = plan.ranks / (plan.ranks - 1) if plan.op == "all_to_all" and plan.ranks > 1 else 1.0
+    return [round(slab.elements * own) * ITEMSIZE for slab in plan.slabs]
 
 
 def least_ms(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> float:
@@ -106,7 +109,8 @@ def least_ms(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> fl
     if kernel != CUBLAS:
         curve = profile.beside[op][context(kernel, free)].curve
         slowed = max(min(curve(size) / one for size, one in zip(sizes, alone, strict=True)), 1.0)
-    return max(product + alone[-1], product + whole - (product - first) / slowed)
+    sent = product - (lengths[-1] if plan.local else 0.0)
+    return max(product, sent + alone[-1], product + whole - (product - first) / slowed)
 
 
 def reread_ms(profile: Profile, plan: Plan, k: int) -> float:

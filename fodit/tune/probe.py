@@ -43,7 +43,7 @@ def probe(
     """
     count = max(SIZES) // dtype.itemsize
     sent = torch.randn(count, device=comm.device, dtype=dtype)
-    received = torch.empty_like(sent)
+    received = comm.empty(count, sent)
 
     def work(op: str, size: int) -> Work:
         part = size // dtype.itemsize

@@ -18,6 +18,7 @@ VERSION = 1
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_to_all")  # collectives that follow a product
 COLLECTIVES = (*OPERATIONS, "all_gather")
 CUBLAS = "cublas"  # among the kernels of a profile
+COPY_ENGINES = "copy engines"  # in a machine's link
 HELD_MS = 0.2  # a small collective that takes that much longer beside something has waited for its end
 
 
@@ -51,6 +52,11 @@ class Machine:
     @property
     def peer(self) -> bool:
         return self.link.startswith("peer")
+
+    @property
+    def copies(self) -> bool:
+        """Whether copy engines do the exchanges; else NCCL does."""
+        return COPY_ENGINES in self.link
 
     def __str__(self) -> str:
         names = ", ".join(f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus))
@@ -277,10 +283,11 @@ def shipped() -> dict[str, Profile]:
 def nearest(machine: Machine, profiles: Mapping[str, Profile]) -> str:
     """Name of the profile that is most like the machine: by its link, its way of sharing SMs, their number."""
 
-    def distance(name: str) -> tuple[bool, bool, float, int]:
+    def distance(name: str) -> tuple[bool, bool, bool, float, int]:
         other = profiles[name].machine
         shares = (one.compute_sms == one.sms for one in (machine, other))
         ratio = abs(log(other.compute_sms / machine.compute_sms))
-        return (other.peer != machine.peer, len(set(shares)) > 1, ratio, abs(other.ranks - machine.ranks))
+        links = other.copies != machine.copies, other.peer != machine.peer
+        return (*links, len(set(shares)) > 1, ratio, abs(other.ranks - machine.ranks))
 
     return min(profiles, key=distance)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fodit.ops.communicator import Communicator, sms_beside_nccl
+from fodit.ops.connect import connected
 from fodit.ops.executor import choose_kernel
 from fodit.parallel import nccl_options
 from fodit.tune.clock import Clock, Work
@@ -44,9 +44,9 @@ class Recorder:
     def __init__(self, setting: Setting, folder: Path, repeats: int, limit_s: float) -> None:
         self.setting, self.folder, self.repeats, self.limit_s = setting, folder, repeats, limit_s
         group = dist.new_group(backend="nccl", pg_options=nccl_options())
-        self.comm = Communicator(group, setting.device)
+        self.comm = connected(group, setting.device, setting.control)
         self.clock = Clock(setting.device, setting.control)
-        self.machine = this_machine(setting.device, setting.control, setting.ranks, setting.compute_sms)
+        self.machine = this_machine(self.comm, setting.control, setting.compute_sms)
         self.kernels = shared_kernels(setting.device, setting.control)
         self.shapes: list[dict[str, Any]] = []
 
@@ -104,7 +104,7 @@ class Recorder:
         plan = self.tuner.plan(shape, slabs)
         kernel = choose_kernel(plan, self.setting.device, torch.bfloat16)[0] if self.kernels else None
         name = CUBLAS if kernel is None else kernel.name
-        sms = min(sms_beside_nccl(self.setting.device), self.machine.compute_sms)
+        sms = min(self.comm.gemm_sms(shape.op) or self.machine.compute_sms, self.machine.compute_sms)
         free = self.machine.compute_sms - sms
         return Candidate(overlapped_ms(self.profile, plan, shape.k, name, free), slabs, name, free)
 

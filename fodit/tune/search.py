@@ -147,7 +147,7 @@ def products(
     profile: Profile, plan: Plan, k: int, kernels: Iterable[str] | None, most: int | None = None
 ) -> list[Candidate]:
     """A plan that is given, by every kernel and number of free SMs; as `candidates`."""
-    slabs = tuple(slab.stop - slab.start for slab in plan.slabs)
+    slabs = tuple(slab.elements for slab in plan.slabs)
     found = best_first(
         ways(profile, plan.op, kernels),
         lambda way: least_ms(profile, plan, k, *way),

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
-from fodit.ops.communicator import Communicator, Ready, StreamReached
+from fodit.ops.communicator import Communicator
+from fodit.ops.ready import Ready, StreamReached
 from fodit.plan import Plan, all_reduce_plan
 from fodit.tune.operation import product
 

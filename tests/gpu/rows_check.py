@@ -121,8 +121,9 @@ def check_heads() -> int:
         rotary = (angles.cos(), angles.sin())
         raw = draw(tokens, batch, 3, heads, dim, dtype=dtype)
         widths = [heads * dim, 2 * dim, dim]
-        sent = draw(3 * tokens * batch * sum(widths), dtype=dtype)
-        check("squares_of_slabs", rows.squares_of_slabs, sent, widths, tokens * batch, limit=1e-6)
+        for gap in (0, 1, 8):
+            buffer, places = slabs(tokens * batch, widths, gap, dtype)
+            check("squares_of_slabs", rows.squares_of_slabs, buffer, places, tokens * batch, limit=1e-6)
         if dtype == torch.float16:  # batch-major, as one rank has it
             raw = raw.permute(1, 2, 0, 3, 4).contiguous().permute(2, 0, 1, 3, 4)
         check("squares", rows.squares, *raw.unbind(2)[:2], limit=1e-6)
@@ -137,8 +138,21 @@ def check_heads() -> int:
                 part = None if turn is None else (turn[0][text:], turn[1][text:])
                 check("arrive_layer_norm", rows.arrive_layer_norm, *fresh(raw), heads_norms, part, text)
                 check("arrive unnormed", rows.arrive_layer_norm, *fresh(raw), (None, None), part, text)
-            count += 5
+            count += 7
     return count
+
+
+def slabs(
+    count: int, widths: list[int], gap: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:
+    """A buffer with a matrix [count, 3, width] for each width, and their places: the last one first, NaN between."""
+    buffer = torch.full((sum(3 * count * width + gap for width in widths),), torch.nan, device="cuda", dtype=dtype)
+    places, offset = [], 0
+    for width in reversed(widths):
+        buffer[offset:][: 3 * count * width] = draw(3 * count * width, dtype=dtype)
+        places.append((offset, width))
+        offset += 3 * count * width + gap
+    return buffer, tuple(reversed(places))
 
 
 def fresh(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,8 +224,9 @@ def time_heads(tokens: int, batch: int, heads: int, dim: int, form: str) -> None
 
 
 def time_squares(count: int, widths: list[int]) -> None:
-    sent = draw(3 * count * sum(widths))
-    line(f"squares {count} x {widths}", lambda: rows.squares_of_slabs(sent, widths, count), sent.numel() * 2 * 2 // 3)
+    buffer, places = slabs(count, widths)
+    moved = buffer.numel() * 2 * 2 // 3
+    line(f"squares {count} x {widths}", lambda: rows.squares_of_slabs(buffer, places, count), moved)
 
 
 def time_gelu(m: int, n: int, k: int) -> None:

@@ -1,0 +1,156 @@
+// Exchanges between the processes of one host by the GPUs' copy engines: no SM is taken, and nothing here waits for
+// a kernel but through a stream. Progress is written into counters in host memory that all of these processes map.
+#pragma GCC visibility push(default)
+#include "fodit.h"
+#pragma GCC visibility pop
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "driver.h"
+#include "error.h"
+
+namespace {
+
+constexpr int64_t kLeastChunk = 256 << 10;  // smaller copies are dominated by what starting one costs
+constexpr int64_t kChunks = 8;              // of a message that is not larger than that: copies in and out overlap
+
+#define CHECK(call, ...)                                                                     \
+  do {                                                                                       \
+    const cudaError_t status_ = (call);                                                      \
+    if (status_ != cudaSuccess) {                                                            \
+      cudaGetLastError();                                                                    \
+      FAIL(__VA_ARGS__, cudaGetErrorString(status_));                                        \
+    }                                                                                        \
+  } while (0)
+
+cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+int copy(void* stream, void* to, const void* from, int64_t bytes) {
+  CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_of(stream)),
+        "fodit_copy: cudaMemcpyAsync(%p, %p, %lld bytes): %s", to, from, static_cast<long long>(bytes));
+  return 0;
+}
+
+int64_t chunk_bytes(int64_t bytes, int64_t slot) {
+  const int64_t even = (bytes / kChunks + 511) / 512 * 512;
+  return std::min(std::max(even, kLeastChunk), slot);
+}
+
+// The next chunk of a message into a slot of the lane's ring, once the slot is free.
+int fill(FoditLane& lane, void* stream, const char* from, int64_t bytes) {
+  char* slot = static_cast<char*>(lane.ring) + static_cast<uint32_t>(lane.moved) % lane.slots * lane.slot_bytes;
+  if (fodit_wait(stream, lane.freed, lane.moved - lane.slots + 1) != 0) return 1;
+  if (copy(stream, slot, from, bytes) != 0) return 1;
+  return fodit_write(stream, lane.filled, ++lane.moved);
+}
+
+// The next chunk of a message out of a slot of the lane's ring, once it is there.
+int drain(FoditLane& lane, void* stream, char* to, int64_t bytes) {
+  char* slot = static_cast<char*>(lane.ring) + static_cast<uint32_t>(lane.moved) % lane.slots * lane.slot_bytes;
+  if (fodit_wait(stream, lane.filled, lane.moved + 1) != 0) return 1;
+  if (copy(stream, to, slot, bytes) != 0) return 1;
+  return fodit_write(stream, lane.freed, ++lane.moved);
+}
+
+}  // namespace
+
+int fodit_host_register(void* host, int64_t bytes, void** device) {
+  CHECK(cudaHostRegister(host, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
+        "fodit_host_register: cudaHostRegister(%p, %lld bytes): %s", host, static_cast<long long>(bytes));
+  CHECK(cudaHostGetDevicePointer(device, host, 0), "fodit_host_register: cudaHostGetDevicePointer(%p): %s", host);
+  return 0;
+}
+
+int fodit_host_unregister(void* host) {
+  CHECK(cudaHostUnregister(host), "fodit_host_unregister: cudaHostUnregister(%p): %s", host);
+  return 0;
+}
+
+int fodit_export(const void* device, uint8_t* handle, int64_t* offset) {
+  static const auto range = fodit::driver_function<decltype(&cuMemGetAddressRange)>("cuMemGetAddressRange", 12000);
+  if (range == nullptr) FAIL("fodit_export: cuMemGetAddressRange is missing from the driver");
+  CUdeviceptr base = 0;
+  size_t size = 0;
+  const auto address = reinterpret_cast<CUdeviceptr>(device);
+  if (range(&base, &size, address) != CUDA_SUCCESS) FAIL("fodit_export: %p is not device memory", device);
+  cudaIpcMemHandle_t found;
+  static_assert(sizeof(found) == FODIT_HANDLE_BYTES, "the interface has room for CUDA's handle");
+  CHECK(cudaIpcGetMemHandle(&found, reinterpret_cast<void*>(base)), "fodit_export: cudaIpcGetMemHandle(%p): %s",
+        reinterpret_cast<void*>(base));
+  memcpy(handle, &found, sizeof(found));
+  *offset = address - base;
+  return 0;
+}
+
+int fodit_import(const uint8_t* handle, void** base) {
+  cudaIpcMemHandle_t given;
+  memcpy(&given, handle, sizeof(given));
+  // Opened on the current device: peers' memory is mapped into its context, and no context is made on the peer.
+  CHECK(cudaIpcOpenMemHandle(base, given, cudaIpcMemLazyEnablePeerAccess),
+        "fodit_import: cudaIpcOpenMemHandle(%p): %s", static_cast<const void*>(handle));
+  return 0;
+}
+
+int fodit_unimport(void* base) {
+  CHECK(cudaIpcCloseMemHandle(base), "fodit_unimport: cudaIpcCloseMemHandle(%p): %s", base);
+  return 0;
+}
+
+int fodit_copy(void* stream, void* to, const void* from, int64_t bytes) { return copy(stream, to, from, bytes); }
+
+int fodit_write(void* stream, int32_t* counter, int32_t value) {
+  static const auto write = fodit::driver_function<decltype(&cuStreamWriteValue32)>("cuStreamWriteValue32", 12000);
+  if (write == nullptr) FAIL("fodit_write: cuStreamWriteValue32 is missing from the driver");
+  // The default flags put a barrier before the write: whoever sees the value sees what the stream did before.
+  const CUresult result = write(static_cast<CUstream>(stream), reinterpret_cast<CUdeviceptr>(counter),
+                                static_cast<cuuint32_t>(value), CU_STREAM_WRITE_VALUE_DEFAULT);
+  if (result != CUDA_SUCCESS) {
+    FAIL("fodit_write: cuStreamWriteValue32(counter %p, value %d) returned CUresult %d",
+         static_cast<const void*>(counter), value, int(result));
+  }
+  return 0;
+}
+
+int fodit_stage(FoditLane* out, const void* from, int64_t from_bytes, FoditLane* in, void* to, int64_t to_bytes,
+                void* sending, void* receiving) {
+  const int64_t out_chunk = chunk_bytes(from_bytes, out->slot_bytes), in_chunk = chunk_bytes(to_bytes, in->slot_bytes);
+  int64_t gone = 0, come = 0;
+  // In turns: if both streams share one hardware queue, what another process waits for is never behind a wait for it.
+  while (gone < from_bytes || come < to_bytes) {
+    if (gone < from_bytes) {
+      const int64_t bytes = std::min(out_chunk, from_bytes - gone);
+      if (fill(*out, sending, static_cast<const char*>(from) + gone, bytes) != 0) return 1;
+      gone += bytes;
+    }
+    if (come < to_bytes) {
+      const int64_t bytes = std::min(in_chunk, to_bytes - come);
+      if (drain(*in, receiving, static_cast<char*>(to) + come, bytes) != 0) return 1;
+      come += bytes;
+    }
+  }
+  return 0;
+}
+
+int fodit_post(FoditPost* post, int64_t number, const uint8_t* handle, int64_t offset) {
+  memcpy(post->handle, handle, FODIT_HANDLE_BYTES);
+  post->offset = offset;
+  __atomic_store_n(&post->number, number, __ATOMIC_RELEASE);
+  return 0;
+}
+
+int fodit_collect(const FoditPost* post, int64_t number, double timeout_s, uint8_t* handle, int64_t* offset) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  while (__atomic_load_n(&post->number, __ATOMIC_ACQUIRE) != number) {
+    sched_yield();
+    if (std::chrono::steady_clock::now() > end) {
+      FAIL("fodit_collect: message %lld was not posted within %g s", static_cast<long long>(number), timeout_s);
+    }
+  }
+  memcpy(handle, post->handle, FODIT_HANDLE_BYTES);
+  *offset = post->offset;
+  return 0;
+}

@@ -1,0 +1,60 @@
+"""Host memory that processes of one host share, pinned so that their GPUs can copy to and from it."""
+
+import ctypes
+import mmap
+import os
+
+from fodit.kernels.binding import Library
+
+PAGE = mmap.PAGESIZE
+
+
+def whole_pages(size: int) -> int:
+    """`size` bytes, rounded up."""
+    return -(-size // PAGE) * PAGE
+
+
+class SharedFile:
+    """A file in memory that other processes of this user open by its path. It takes no room in /dev/shm."""
+
+    def __init__(self, size: int) -> None:
+        self._descriptor = os.memfd_create("fodit")
+        os.ftruncate(self._descriptor, size)
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def close(self) -> None:
+        """No other process can open it any more; those that mapped it keep it."""
+        os.close(self._descriptor)
+
+
+class PinnedMapping:
+    """A part of a shared file in this process's memory, pinned for the current device.
+
+    Args:
+        path: of the file.
+        offset, size: multiples of the page size.
+
+    Attributes:
+        address, device_address: where it begins for the host and for the GPU.
+
+    Raises:
+        OSError: the file cannot be opened or mapped.
+        KernelError: CUDA does not pin it.
+    """
+
+    def __init__(self, library: Library, path: str, offset: int, size: int) -> None:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            self._memory = mmap.mmap(descriptor, size, offset=offset)
+        finally:
+            os.close(descriptor)
+        self._library = library
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.device_address = library.host_register(self.address, size)
+
+    def close(self) -> None:
+        """After all work of the device that uses it."""
+        self._library.host_unregister(self.address)
