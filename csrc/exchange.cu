@@ -15,8 +15,10 @@
 
 namespace {
 
-constexpr int64_t kLeastChunk = 256 << 10;  // smaller copies are dominated by what starting one costs
-constexpr int64_t kChunks = 8;              // of a message that is not larger than that: copies in and out overlap
+// Copies out and in overlap chunk by chunk. Of 1, 8, 42 and 126 MB through host memory between two H200 these were
+// fastest, or within 3 %, among chunks of a quarter and an eighth, at least 256 KiB and 1 MiB, at most 4 and 8 MiB.
+constexpr int64_t kLeastChunk = 1 << 20;
+constexpr int64_t kChunks = 4;
 
 #define CHECK(call, ...)                                                                     \
   do {                                                                                       \

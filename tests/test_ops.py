@@ -1,5 +1,9 @@
 """The overlapped operations against their unfused code, on gloo ranks."""
 
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +19,54 @@ CPU = torch.device("cpu")
 
 def communicator(overlap=True, timeline=None):
     initialise(CPU, 60)
-    return Communicator(dist.group.WORLD if dist.is_initialized() else None, CPU, timeline, overlap)
+    comm = Communicator(dist.group.WORLD if dist.is_initialized() else None, CPU, timeline, overlap)
+    if PLAYED and comm.size > 1:
+        comm.copies, comm.stream = PlayedCopies(), STREAM
+    return comm
+
+
+class PlayedCopies:
+    """Copy engines, played by gloo. What is received arrives when it is waited for, and was 7 before."""
+
+    def empty(self, count, like):
+        return torch.full((count,), 7.0).to(like.dtype)
+
+    def start(self, received, sent, ready, timeline):
+        ready.hold(STREAM)
+        received, sent = ([one.view(-1) for one in parts] for parts in (received, sent))
+        packed = torch.cat(received)
+        splits = {"output_split_sizes": [one.numel() for one in received]}
+        splits |= {"input_split_sizes": [one.numel() for one in sent]}
+        work = dist.all_to_all_single(packed, torch.cat(sent), async_op=True, **splits)
+
+        def finish():
+            work.wait()
+            for target, part in zip(received, packed.split(splits["output_split_sizes"]), strict=True):
+                target.copy_(part)
+
+        return finish
+
+
+STREAM = SimpleNamespace(wait_event=lambda _: None)
+PLAYED = []
+
+
+def by_copies(case, *arguments):
+    """The case on communicators with copy engines."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.cuda, "stream", lambda _: nullcontext()))
+        stack.enter_context(patch.object(torch.cuda, "current_stream", lambda *_: STREAM))
+        stack.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
+        PLAYED.append(True)
+        stack.callback(PLAYED.clear)
+        return case(*arguments)
+
+
+def by_gloo(case, *arguments):
+    return case(*arguments)
+
+
+WAYS = (by_gloo, by_copies)
 
 
 def parts(rows, k, width, ranks, dtype=torch.float32):
@@ -43,13 +94,14 @@ def reduce_case(rows, k, width, slabs, overlap, dtype):
     return float((reduced - wanted).abs().max() / scale), float((mine - wanted[start:stop]).abs().max() / scale)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_reducing_products(pool, ranks):
+def test_reducing_products(pool, ranks, way):
     for rows, k, width, slabs in [(64, 16, 24, 4), (129, 8, 72, 3), (511, 24, 5, None), (4, 8, 8, 1)]:
         for overlap in (True, False):
-            for error in pool.run(ranks, reduce_case, rows, k, width, slabs, overlap, torch.float32):
+            for error in pool.run(ranks, way, reduce_case, rows, k, width, slabs, overlap, torch.float32):
                 assert max(error) < 1e-5
-    for error in pool.run(ranks, reduce_case, 130, 32, 40, 3, True, torch.bfloat16):
+    for error in pool.run(ranks, way, reduce_case, 130, 32, 40, 3, True, torch.bfloat16):
         assert max(error) < 2e-2
 
 
@@ -86,15 +138,16 @@ def exchange_case(tokens, batch, heads, dim, groups, act, as_products):
     return worst
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_all_to_all(pool, ranks):
+def test_all_to_all(pool, ranks, way):
     for case in [
         (17, 2, 5, 4, 1, "none", False),
         (10, 1, 8, 2, 2, "gelu-tanh", False),
         (3, 2, 7, 4, 1, "none", True),  # fewer tokens than ranks: one has none
         (23, 3, 9, 4, 2, "none", True),
     ]:
-        assert max(pool.run(ranks, exchange_case, *case)) < 1e-4
+        assert max(pool.run(ranks, way, exchange_case, *case)) < 1e-4
 
 
 def unsent_case(recv_own, send_own):
@@ -110,10 +163,11 @@ def unsent_case(recv_own, send_own):
     return received.tolist() == [value for value, size in zip(wanted, recv_sizes, strict=True) for _ in range(size)]
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("own", [(0, 0), (4, 0), (0, 4), (4, 7)])
-def test_a_rank_sends_itself_nothing(pool, ranks, own):
-    assert all(pool.run(ranks, unsent_case, *own))
+def test_a_rank_sends_itself_nothing(pool, ranks, own, way):
+    assert all(pool.run(ranks, way, unsent_case, *own))
 
 
 def gather_case(size):
@@ -123,10 +177,11 @@ def gather_case(size):
     return comm.gather_rows(rows, sizes).wait()[:, 0].tolist(), sizes
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_gather_rows(pool, ranks):
+def test_gather_rows(pool, ranks, way):
     for size in (0, 4):
-        for rows, sizes in pool.run(ranks, gather_case, size):
+        for rows, sizes in pool.run(ranks, way, gather_case, size):
             assert rows == [rank for rank, count in enumerate(sizes) for _ in range(count)]
 
 

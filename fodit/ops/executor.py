@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
 from fodit.kernels.selftest import failure
-from fodit.ops.communicator import Choice, Communicator
+from fodit.ops.communicator import Communicator
+from fodit.ops.planning import Choice
 from fodit.ops.ready import Ready, StreamReached
 from fodit.plan import Plan, Segment
 

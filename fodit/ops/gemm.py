@@ -6,10 +6,10 @@ All take row-major matrices: `a` [M, K] and weights [N, K] of one dtype on one d
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
-from fodit.ops.communicator import Choice, Communicator, Pending, reduce_scatter_single
+from fodit.ops.communicator import Communicator, Pending
 from fodit.ops.executor import Activation, Executor, TorchExecutor, copied_segments, make_executor
+from fodit.ops.planning import Choice
 from fodit.ops.ready import Ready
 from fodit.plan import Plan, Slab, all_reduce_plan, reduce_scatter_plan, split_sizes
 
@@ -48,7 +48,7 @@ def gemm_all_reduce(
     """
     rows, width = _check(a, [weight], [bias], plan, "all_reduce", comm)
     plan, choice = _planned(all_reduce_plan, plan, a, rows, width, comm)
-    buffer = a.new_empty(plan.size)
+    buffer = comm.empty(plan.size, a)
     # The sum takes the bias once if one rank adds it to its own part.
     once = bias if comm.rank == 0 else None
     executor = make_executor(plan, buffer, a, [weight], [once], "none", comm, choice)
@@ -205,9 +205,9 @@ def _start(
     """The slab's collective; an all-reduce is done in place."""
     source, target = buffer[slab.start : slab.stop], received[slab.recv_start : slab.recv_stop]
     if op == "all_reduce":
-        return comm.start(dist.all_reduce, source, ready=ready)
+        return comm.all_reduce(source, ready)
     if op == "reduce_scatter":
-        return comm.start(reduce_scatter_single, target, source, ready=ready)
+        return comm.reduce_scatter(target, source, ready)
     return comm.all_to_all(target, source, slab.recv_sizes, slab.send_sizes, ready)
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import weakref
 
 from fodit.kernels.binding import Library
 
@@ -51,10 +52,16 @@ class PinnedMapping:
             self._memory = mmap.mmap(descriptor, size, offset=offset)
         finally:
             os.close(descriptor)
-        self._library = library
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.device_address = library.host_register(self.address, size)
+        self._closer = weakref.finalize(self, _unpin, library, self.address, self._memory)
+        self._closer.atexit = False  # then CUDA ends with the process
 
     def close(self) -> None:
         """After all work of the device that uses it."""
-        self._library.host_unregister(self.address)
+        self._closer()
+
+
+def _unpin(library: Library, address: int, memory: mmap.mmap) -> None:
+    """While the memory is still mapped: that is why it is an argument."""
+    library.host_unregister(address)

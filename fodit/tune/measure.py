@@ -100,8 +100,8 @@ class _Measuring:
         self.say = lambda text: say(f"{clock.elapsed_s:6.1f} s  {text}")
         self.kernels = shared_kernels(comm.device, clock.control, dtype)
         largest = max(SIZES) // dtype.itemsize
-        self.sent = torch.randn(2 * largest, device=comm.device, dtype=dtype)
-        self.received = comm.empty(self.sent.numel(), self.sent)
+        like = torch.empty(0, device=comm.device, dtype=dtype)
+        self.sent, self.received = comm.empty(2 * largest, like).normal_(), comm.empty(2 * largest, like)
         self.watch = torch.cuda.Stream(comm.device)  # waits for collectives beside the compute stream
         self._turn = 0
 
@@ -259,9 +259,10 @@ class _Measuring:
         ready.hold(self.watch)
         with torch.cuda.stream(self.watch):
             marks = [self.clock.mark()]
-        for index in range(count):  # for all but the first nothing is left to wait for
-            pending = self._start(op, size, Started(begin) if index else ready)
-            with torch.cuda.stream(self.watch):
+        # For all but the first nothing is left to wait for.
+        started = [self._start(op, size, Started(begin) if index else ready) for index in range(count)]
+        with torch.cuda.stream(self.watch):
+            for pending in started:
                 pending.wait()
                 marks.append(self.clock.mark())
         torch.cuda.synchronize(self.comm.device)

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fodit.kernels.gemm import kernels_for
-from fodit.ops import Communicator, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
+from fodit.ops import gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
+from fodit.ops.connect import KINDS, connected
 from fodit.parallel import initialise, nccl_options, rank_device
 from fodit.plan import UlyssesLayout, all_reduce_plan, reduce_scatter_plan, split_ranges
 
@@ -18,10 +19,13 @@ QUEUED = 10
 OPS = ("all_reduce", "reduce_scatter", "all_to_all")
 
 
-def start():
+def start(kind):
+    """This rank's device and a communicator whose exchanges go that way."""
     device = rank_device("cuda")
-    initialise(device, 120)
-    comm = Communicator(dist.new_group(backend="nccl", pg_options=nccl_options()), device)
+    control = initialise(device, 120)
+    os.environ["FODIT_EXCHANGE"] = kind
+    comm = connected(dist.new_group(backend="nccl", pg_options=nccl_options()), device, control)
+    assert (comm.copies is None) == (kind == "nccl"), comm.notes
     return device, comm
 
 
@@ -105,9 +109,9 @@ def _difference(got, wanted):
     return found if found == found else float("inf")
 
 
-def stress(calls, seed):
+def stress(calls, seed, kind):
     torch.backends.cuda.matmul.allow_tf32 = False
-    device, comm = start()
+    device, comm = start(kind)
     worst = 0.0
     for first in range(0, calls, QUEUED):
         cases = [draw(seed + first + index, comm.size, device) for index in range(QUEUED)]
@@ -129,14 +133,15 @@ def stress(calls, seed):
     return worst, sorted(comm.fallbacks)
 
 
-def test_stress(pool):
-    for worst, fallbacks in pool.run(2, stress, CALLS, 7):
+@pytest.mark.parametrize("kind", KINDS)
+def test_stress(pool, kind):
+    for worst, fallbacks in pool.run(2, stress, CALLS, 7, kind):
         assert worst < 2e-2
-        print(f"{CALLS} calls, worst error {worst:.4f}; in torch: {fallbacks}")
+        print(f"{kind}: {CALLS} calls, worst error {worst:.4f}; in torch: {fallbacks}")
 
 
-def repeats():
-    device, comm = start()
+def repeats(kind):
+    device, comm = start(kind)
     for seed in range(100, 120):
         case = draw(seed, comm.size, device)
         found = []
@@ -149,14 +154,15 @@ def repeats():
     return kernels_for(device)
 
 
-def test_repeats_are_bitwise_equal(pool):
-    for kernels in pool.run(2, repeats):
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeats_are_bitwise_equal(pool, kind):
+    for kernels in pool.run(2, repeats, kind):
         assert not isinstance(kernels, str), kernels
 
 
-def two_groups():
-    device, first = start()
-    second = Communicator(dist.new_group(backend="nccl", pg_options=nccl_options()), device)
+def two_groups(kind):
+    device, first = start(kind)
+    _, second = start(kind)
     worst = 0.0
     for seed in range(200, 230, 2):
         cases = [draw(seed + index, first.size, device) for index in range(2)]
@@ -172,12 +178,13 @@ def two_groups():
     return worst
 
 
-def test_two_groups_at_once(pool):
-    assert max(pool.run(2, two_groups)) < 2e-2
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_groups_at_once(pool, kind):
+    assert max(pool.run(2, two_groups, kind)) < 2e-2
 
 
-def graph():
-    device, comm = start()
+def graph(kind):
+    device, comm = start(kind)
     worst = 0.0
     for seed in (301, 302, 303, 304):
         case = draw(seed, comm.size, device)
@@ -196,5 +203,6 @@ def graph():
     return worst
 
 
-def test_graph_replay(pool):
-    assert max(pool.run(2, graph)) < 2e-2
+@pytest.mark.parametrize("kind", KINDS)  # while a graph is captured NCCL does the exchanges
+def test_graph_replay(pool, kind):
+    assert max(pool.run(2, graph, kind)) < 2e-2
