@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from fodit.kernels.binding import Kernel, load
+from fodit.kernels.binding import Kernel, Library, load
 from fodit.kernels.gemm import DTYPES, kernels_for
 from fodit.kernels.selftest import failure
+from fodit.ops.connect import VARIABLE
 from fodit.report import versions
 from fodit.tune.profile import Profile
 from fodit.tune.store import folder
@@ -59,6 +60,20 @@ def _measured_machines(gpus: Sequence[str]) -> list[str]:
     return [found, *broken, *(f"measured: {machine}" for machine in machines)]
 
 
+def _exchanges(gpus: int, library: Library | str) -> str:
+    """How ranks on this host will send each other what is exchanged."""
+    linked = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, gpus))
+    linked = linked and os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
+    peers = "peer access between the GPUs" if linked else "no peer access between the GPUs"
+    wanted = os.environ.get(VARIABLE, "")
+    if isinstance(library, str):
+        return f"{peers}; exchanges go through NCCL, because {library}"
+    if wanted == "nccl":
+        return f"{peers}; exchanges go through NCCL, because {VARIABLE}=nccl"
+    direct = linked and wanted != "staged"
+    return f"{peers}; exchanges go by copy engines, {'GPU to GPU' if direct else 'through host memory'}"
+
+
 def doctor() -> str:
     """Devices, versions, the package that runs, kernels, and every reason why something would fall back, as text.
 
@@ -81,7 +96,6 @@ def doctor() -> str:
             lines += _wrong_kernels(kernels, torch.device("cuda", index))
     if count > 1:
         lines += _measured_machines([torch.cuda.get_device_name(index) for index in range(count)])
-        linked = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
-        lines.append("peer access between the GPUs" if linked else "no peer access: NCCL goes through host memory")
+        lines.append(_exchanges(count, found))
     lines += [f"warning: {text}" for text in harmful_environment()]
     return "\n".join(lines)

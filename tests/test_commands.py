@@ -139,7 +139,7 @@ def tuned(monkeypatch, *given):
     monkeypatch.setattr(command.dist, "new_group", lambda part, **_: part)
     monkeypatch.setattr(command.dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(command, "nccl_options", lambda: None)
-    monkeypatch.setattr(command, "Communicator", lambda group, _: group)
+    monkeypatch.setattr(command, "connected", lambda group, *_: group)
     monkeypatch.setattr(command, "_tune", lambda _, comm, model, __: seen.append((len(comm), model)))
     assert command.main([*MODEL, *given]) == 0
     return seen[0]

@@ -104,6 +104,7 @@ def played():
         "stream": lambda _: nullcontext(),
         "current_stream": lambda *_: Stream(),
         "synchronize": lambda: None,
+        "is_current_stream_capturing": lambda: False,
     }
     with ExitStack() as stack:
         for name, value in replaced.items():

@@ -94,14 +94,13 @@ def reduce_case(rows, k, width, slabs, overlap, dtype):
     return float((reduced - wanted).abs().max() / scale), float((mine - wanted[start:stop]).abs().max() / scale)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_reducing_products(pool, ranks, way):
+def test_reducing_products(pool, ranks):
     for rows, k, width, slabs in [(64, 16, 24, 4), (129, 8, 72, 3), (511, 24, 5, None), (4, 8, 8, 1)]:
         for overlap in (True, False):
-            for error in pool.run(ranks, way, reduce_case, rows, k, width, slabs, overlap, torch.float32):
+            for error in pool.run(ranks, reduce_case, rows, k, width, slabs, overlap, torch.float32):
                 assert max(error) < 1e-5
-    for error in pool.run(ranks, way, reduce_case, 130, 32, 40, 3, True, torch.bfloat16):
+    for error in pool.run(ranks, reduce_case, 130, 32, 40, 3, True, torch.bfloat16):
         assert max(error) < 2e-2
 
 
@@ -177,11 +176,10 @@ def gather_case(size):
     return comm.gather_rows(rows, sizes).wait()[:, 0].tolist(), sizes
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_gather_rows(pool, ranks, way):
+def test_gather_rows(pool, ranks):
     for size in (0, 4):
-        for rows, sizes in pool.run(ranks, way, gather_case, size):
+        for rows, sizes in pool.run(ranks, gather_case, size):
             assert rows == [rank for rank, count in enumerate(sizes) for _ in range(count)]
 
 

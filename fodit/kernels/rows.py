@@ -108,19 +108,6 @@ def squares_of_slabs(buffer: torch.Tensor, places: Sequence[tuple[int, int]], ro
     return torch.stack([wide(part[:, :2]).square().sum(dim=-1) for part in parts]).sum(dim=0)
 
 
-def sum_parts(own: torch.Tensor, others: torch.Tensor, out: torch.Tensor) -> None:
-    """`out = own + others.sum(0)`, in fp32 inside, rounded once.
-
-    Args:
-        own, out: [elements], contiguous; may be the same.
-        others: [parts, elements], contiguous.
-    """
-    if (triton := _triton(own)) is not None:
-        triton.sum_parts(own, others, out)
-    else:
-        out.copy_(wide(own) + wide(others).sum(dim=0))
-
-
 def arrive_rms(
     query: torch.Tensor,
     key: torch.Tensor,

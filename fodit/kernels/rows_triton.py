@@ -18,7 +18,6 @@ if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
 
 ROWS = 16  # that one program takes one after the other, with the modulation vectors in registers
 STAGES = 3  # rows of a program that are on their way from memory at a time
-SUM_BLOCK = 4096  # elements that one program sums
 TILE = 2048  # elements of q, and of k, that one program normalises and rotates
 
 
@@ -224,24 +223,6 @@ def squares_of_slabs(buffer: torch.Tensor, places: Sequence[tuple[int, int]], ro
 def _numbers(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int64 on the device. They change with the resolution, for which a kernel is not compiled again."""
     return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-@triton.jit
-def _sum_parts(own, others, out, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    total = tl.load(own + at, mask=inside).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(others + part * count + at, mask=inside).to(tl.float32)
-    tl.store(out + at, total, mask=inside)
-
-
-def sum_parts(own: torch.Tensor, others: torch.Tensor, out: torch.Tensor) -> None:
-    count = own.numel()
-    if count:
-        with torch.cuda.device(own.device):
-            grid = (triton.cdiv(count, SUM_BLOCK),)
-            _sum_parts[grid](own, others, out, count, PARTS=others.shape[0], BLOCK=SUM_BLOCK, num_warps=8)
 
 
 @triton.jit

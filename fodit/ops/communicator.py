@@ -7,14 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fodit.kernels import rows
 from fodit.ops.copies import Copies
 from fodit.ops.planning import Planner
 from fodit.ops.ready import Ready, StreamReached
-from fodit.plan.slabs import slab_rows
 from fodit.timeline import COMMUNICATION, EXPOSED, Timeline
 
-ALIGN = 8  # elements; borders of what copy engines move
 # torch 2.13 renamed them.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -90,7 +87,6 @@ class Communicator:
         self.planner: Planner | None = None
         self.fallbacks: set[str] = set()
         self.stream = torch.cuda.Stream(device, priority=-1) if use_stream else None
-        self._unsent: Callable[[], None] | None = None
 
     def gemm_sms(self, op: str) -> int:
         """SMs that a product beside its collectives may take if nobody plans it; 0 takes all."""
@@ -183,6 +179,18 @@ class Communicator:
             return self.start(dist.all_to_all, targets, sources, ready=ready)
         return self._packed_all_to_all(targets, sources)
 
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], ready: Ready | None = None) -> Pending:
+        """Start to exchange by copy engines: the tensors for and from each rank, empty ones for this rank."""
+        assert self.copies is not None
+        ready = ready or StreamReached(self.device)
+        end = self.copies.start(targets, sources, ready, self.timeline)
+
+        def finish() -> None:
+            with self.timeline.span(EXPOSED):
+                end()
+
+        return self._started(Pending(finish, (*targets, *sources, ready)))
+
     def _without_own(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A part for each rank, an empty one for this rank."""
         return [part if rank != self.rank else part[:0] for rank, part in enumerate(parts)]
@@ -206,85 +214,10 @@ class Communicator:
 
         return Pending(finish, ())
 
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], ready: Ready | None = None) -> Pending:
-        """Start to exchange by copy engines: the tensors from and for each rank, empty ones for this rank."""
-        assert self.copies is not None
-        ready = ready or StreamReached(self.device)
-        return self._ending(self.copies.start(targets, sources, ready, self.timeline), (*targets, *sources, ready))
-
-    def _ending(self, end: Callable[[], None], kept: tuple[Any, ...]) -> Pending:
-        """Of a function that lets the current stream wait."""
-
-        def finish() -> None:
-            with self.timeline.span(EXPOSED):
-                end()
-
-        return self._started(Pending(finish, kept))
-
-    def reduce_scatter(self, target: torch.Tensor, source: torch.Tensor, ready: Ready | None = None) -> Pending:
-        """Start to sum flat tensors over ranks, of which this rank gets its share, the one of its number.
-
-        By copy engines the shares are exchanged and then summed in fp32, on the SMs that products leave free.
-        """
-        if self._copies is None:
-            return self.start(reduce_scatter_single, target, source, ready=ready)
-        summed, kept = self._sum_own(list(source.chunk(self.size)), target, ready)
-        return self._ending(lambda: summed.hold(torch.cuda.current_stream(self.device)), kept)
-
-    def all_reduce(self, flat: torch.Tensor, ready: Ready | None = None) -> Pending:
-        """Start to sum a flat tensor over ranks, in place; with copy engines it comes from `empty`.
-
-        By copy engines it is a reduce-scatter, then everyone's sum goes to all others. What goes out second does so
-        behind the first part of the next all-reduce: so the link is not idle while a sum is computed. ::
-
-            copies   [ shares of 0 ][ shares of 1 ][ sums of 0 ][ shares of 2 ][ sums of 1 ] ...
-            SMs                    [ sum of 0 ]   [ sum of 1 ]
-        """
-        if self._copies is None:
-            return self.start(dist.all_reduce, flat, ready=ready)
-        sizes = slab_rows(flat.numel(), self.size, ALIGN)
-        parts = list(flat.split([*sizes, *[0] * (self.size - len(sizes))]))
-        mine = parts[self.rank]
-        summed, kept = self._sum_own(parts, mine, ready)
-        self._send_sums()
-        sent: list[Pending] = []
-
-        def send() -> None:
-            sent.append(self._copy(self._without_own(parts), self._without_own([mine] * self.size), summed))
-
-        def end() -> None:
-            if self._unsent is send:
-                self._send_sums()
-            sent[0].wait()
-
-        self._unsent = send
-        return self._ending(end, kept)
-
-    def _send_sums(self) -> None:
-        """Of the last all-reduce, if they are not under way yet."""
-        send, self._unsent = self._unsent, None
-        if send is not None:
-            send()
-
-    def _sum_own(
-        self, parts: list[torch.Tensor], out: torch.Tensor, ready: Ready | None
-    ) -> tuple[StreamReached, tuple[Any, ...]]:
-        """Exchange a part for each rank and sum this rank's into `out`; when that is done, and what it needs."""
-        assert self.copies is not None
-        mine = parts[self.rank]
-        others = self.empty((self.size - 1) * mine.numel(), mine).view(self.size - 1, mine.numel())
-        targets = [*others[: self.rank], mine[:0], *others[self.rank :]]
-        ready = ready or StreamReached(self.device)
-        arrived = self.copies.start(targets, self._without_own(parts), ready, self.timeline)
-        with torch.cuda.stream(self.stream):
-            arrived()
-            rows.sum_parts(mine, others, out)
-            return StreamReached(self.device), (*parts, others, out, ready)
-
     def gather_rows(self, rows: torch.Tensor, sizes: tuple[int, ...]) -> "GatheredRows":
         """All-gather along the first dimension, where rank p has `sizes[p]` rows. Starts it; `.wait()` gives the rows.
 
-        Unfused: `dist.all_gather(parts, rows); torch.cat(parts)`. Uneven parts are padded to the longest.
+        By NCCL, also where copy engines do the exchanges: then it waits for none of them, nor they for it. Unfused: `dist.all_gather(parts, rows); torch.cat(parts)`. Uneven parts are padded to the longest.
         """
         if rows.shape[0] != sizes[self.rank]:
             raise ValueError(f"rank {self.rank} has {rows.shape[0]} rows to gather, the sizes say {sizes}")
@@ -295,13 +228,8 @@ class Communicator:
         if rows.shape[0] < longest:
             padding = rows.new_zeros(longest - rows.shape[0], *rows.shape[1:])
             mine = torch.cat([mine, padding])
-        everyone = self.empty(self.size * mine.numel(), mine).view(self.size * longest, *rows.shape[1:])
-        if self._copies is None:
-            return GatheredRows(self.start(all_gather_single, everyone, mine), everyone, sizes)
-        parts = list(everyone.split(longest))
-        parts[self.rank].copy_(mine)
-        pending = self._copy(self._without_own(parts), self._without_own([mine] * self.size))
-        return GatheredRows(pending, everyone, sizes)
+        everyone = rows.new_empty(self.size * longest, *rows.shape[1:])
+        return GatheredRows(self.start(all_gather_single, everyone, mine), everyone, sizes)
 
 
 class GatheredRows:

@@ -12,6 +12,7 @@ exchanges in the same order, and what a wait waits for was enqueued before, so e
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -94,7 +95,6 @@ class Copies:
         # In every turn each rank sends to one other and receives from one other.
         self._turns = [((rank + turn) % ranks, (rank - turn) % ranks) for turn in range(1, ranks)]
         self.sending, self.receiving, self._granting = (torch.cuda.Stream(device, priority=-1) for _ in range(3))
-        self._pool = torch.cuda.MemPool() if direct else None  # what others map is not given back to CUDA
         self._opened: dict[bytes, int] = {}
         self._number = 0
         mappings = [one.memory for one in (*outward.values(), *inward.values())]
@@ -111,9 +111,9 @@ class Copies:
 
     def empty(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """A flat buffer of `like`'s type that exchanges may write into."""
-        if self._pool is None:
+        if not self.direct:
             return like.new_empty(count)
-        with torch.cuda.use_mem_pool(self._pool, self.device):
+        with torch.cuda.use_mem_pool(_pool(self.device), self.device):
             return like.new_empty(count)
 
     def start(
@@ -195,6 +195,13 @@ class Copies:
         return self._opened[handle] + offset
 
 
+@cache
+def _pool(device: torch.device) -> torch.cuda.MemPool:
+    """Memory that other processes map, and that is therefore not given back to CUDA before this one ends."""
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool()
+
+
 def _places(tensors: Sequence[torch.Tensor]) -> list[Place]:
     return [(one.data_ptr(), one.nbytes) for one in tensors]
 
@@ -206,6 +213,8 @@ def _end_of(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def _close(library: Library, device: torch.device, mappings: list[PinnedMapping], opened: dict[bytes, int]) -> None:
+    if torch.cuda.is_current_stream_capturing():  # nothing may be waited for: what is pinned stays so
+        return
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         for base in opened.values():

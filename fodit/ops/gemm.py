@@ -6,8 +6,9 @@ All take row-major matrices: `a` [M, K] and weights [N, K] of one dtype on one d
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
-from fodit.ops.communicator import Communicator, Pending
+from fodit.ops.communicator import Communicator, Pending, reduce_scatter_single
 from fodit.ops.executor import Activation, Executor, TorchExecutor, copied_segments, make_executor
 from fodit.ops.planning import Choice
 from fodit.ops.ready import Ready
@@ -48,7 +49,7 @@ def gemm_all_reduce(
     """
     rows, width = _check(a, [weight], [bias], plan, "all_reduce", comm)
     plan, choice = _planned(all_reduce_plan, plan, a, rows, width, comm)
-    buffer = comm.empty(plan.size, a)
+    buffer = a.new_empty(plan.size)
     # The sum takes the bias once if one rank adds it to its own part.
     once = bias if comm.rank == 0 else None
     executor = make_executor(plan, buffer, a, [weight], [once], "none", comm, choice)
@@ -137,7 +138,7 @@ def gemm_all_to_all(
         biases: [plan.widths[i]] or None each.
         between: called with the flat buffer of the product when every slab has been enqueued. A collective that it
             starts goes second in the queue, ahead of the other slabs: what the first consumer needs must not wait for
-            the last slab.
+            the last slab. (By copy engines exchanges have queues of their own, and nothing has to go ahead of them.)
 
     Returns:
         `Arrivals`; `arrivals.wait(g)` gives slab g.
@@ -179,7 +180,8 @@ def send_slabs(
     """Fill slab after slab, and start each one's collective; none where the rank is alone.
 
     `received` is the buffer itself, but for a reduce-scatter. `between` is called with the buffer when every slab has
-    been enqueued. The other slabs' collectives start after it, so that one it starts goes second in the queue.
+    been enqueued. The other slabs' collectives start after it, so that one it starts goes second in the queue; but for
+    exchanges by copy engines, which have queues of their own.
     """
     pending: list[Pending] = []
     waiting: list[tuple[Slab, Ready]] = []
@@ -191,7 +193,7 @@ def send_slabs(
 
     for index, slab in enumerate(plan.slabs):
         waiting.append((slab, executor.fill(index)))
-        if index == 0 or between is None:
+        if index == 0 or between is None or comm.copies is not None:
             send_waiting()
     if between is not None:
         between(buffer)
@@ -205,9 +207,9 @@ def _start(
     """The slab's collective; an all-reduce is done in place."""
     source, target = buffer[slab.start : slab.stop], received[slab.recv_start : slab.recv_stop]
     if op == "all_reduce":
-        return comm.all_reduce(source, ready)
+        return comm.start(dist.all_reduce, source, ready=ready)
     if op == "reduce_scatter":
-        return comm.reduce_scatter(target, source, ready)
+        return comm.start(reduce_scatter_single, target, source, ready=ready)
     return comm.all_to_all(target, source, slab.recv_sizes, slab.send_sizes, ready)
 
 

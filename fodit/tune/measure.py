@@ -25,7 +25,7 @@ from fodit.tune.works import ATTENTION_HEADS, ATTENTION_TOKENS, COLUMNS, Attenti
 
 MB = 1 << 20
 SIZES = (MB // 8, MB // 2, 2 * MB, 8 * MB, 32 * MB, 128 * MB)  # of collectives alone
-BESIDE_SIZES = (MB, 8 * MB, 32 * MB)
+BESIDE_SIZES = (MB, 8 * MB, 32 * MB, 128 * MB)
 FREE_SMS = (0, 2, 4, 8, 12, 16, 20)
 MOST_FREE = 1 / 6  # of the SMs
 CASES = ((8, 1536), (24, 1536), (8, 6144), (24, 6144))  # (waves, K) of measured products
@@ -100,8 +100,8 @@ class _Measuring:
         self.say = lambda text: say(f"{clock.elapsed_s:6.1f} s  {text}")
         self.kernels = shared_kernels(comm.device, clock.control, dtype)
         largest = max(SIZES) // dtype.itemsize
-        like = torch.empty(0, device=comm.device, dtype=dtype)
-        self.sent, self.received = comm.empty(2 * largest, like).normal_(), comm.empty(2 * largest, like)
+        self.sent = torch.randn(2 * largest, device=comm.device, dtype=dtype)
+        self.received = comm.empty(self.sent.numel(), self.sent)
         self.watch = torch.cuda.Stream(comm.device)  # waits for collectives beside the compute stream
         self._turn = 0
 
@@ -259,10 +259,9 @@ class _Measuring:
         ready.hold(self.watch)
         with torch.cuda.stream(self.watch):
             marks = [self.clock.mark()]
-        # For all but the first nothing is left to wait for.
-        started = [self._start(op, size, Started(begin) if index else ready) for index in range(count)]
-        with torch.cuda.stream(self.watch):
-            for pending in started:
+        for index in range(count):  # for all but the first nothing is left to wait for
+            pending = self._start(op, size, Started(begin) if index else ready)
+            with torch.cuda.stream(self.watch):
                 pending.wait()
                 marks.append(self.clock.mark())
         torch.cuda.synchronize(self.comm.device)

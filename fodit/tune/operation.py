@@ -11,7 +11,7 @@ from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
 from fodit.kernels.selftest import failure
 from fodit.models.ulysses import attend_groups, collect
-from fodit.ops.communicator import Communicator, Pending, all_gather_single
+from fodit.ops.communicator import Communicator, Pending, all_gather_single, reduce_scatter_single
 from fodit.ops.executor import CudaExecutor, Executor, TorchExecutor, linear_segments
 from fodit.ops.gemm import Arrivals, send_slabs
 from fodit.ops.ready import Ready
@@ -31,9 +31,9 @@ def collective(
     """
     part = sent.numel() // comm.size
     if op == "all_reduce":
-        return comm.all_reduce(sent, ready)
+        return comm.start(dist.all_reduce, sent, ready=ready)
     if op == "reduce_scatter":
-        return comm.reduce_scatter(received[:part], sent, ready)
+        return comm.start(reduce_scatter_single, received[:part], sent, ready=ready)
     if op == "all_gather":
         return comm.start(all_gather_single, received, sent[:part], ready=ready)
     return comm.all_to_all(received, sent, (part,) * comm.size, (part,) * comm.size, ready)
@@ -76,7 +76,7 @@ class Operation:
 
     @cached_property
     def _out(self) -> torch.Tensor:
-        return self.comm.empty(self.shape.m * self.shape.n, self.a).view(self.shape.m, self.shape.n)
+        return self.a.new_empty(self.shape.m, self.shape.n)
 
     @cached_property
     def _received(self) -> torch.Tensor:

@@ -107,8 +107,7 @@ def least_ms(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> fl
     first, product, whole = lengths[0], sum(lengths), sum(alone)
     slowed = 1.0
     if kernel != CUBLAS:
-        curve = profile.beside[op][context(kernel, free)].curve
-        slowed = max(min(curve(size) / one for size, one in zip(sizes, alone, strict=True)), 1.0)
+        slowed = min(profile.slower(op, context(kernel, free), size) for size in sizes)
     sent = product - (lengths[-1] if plan.local else 0.0)
     return max(product, sent + alone[-1], product + whole - (product - first) / slowed)
 
@@ -137,9 +136,7 @@ def _collective(profile: Profile, op: str, size: float, after: int, product: str
     others = {kind: kind for kind in (CUBLAS, ATTENTION) if kind in profile.beside[op]}
     held = frozenset(kind for kind in others if profile.holds(op, kind))
     slowed = {
-        kind: max(profile.beside[op][name].curve(size) / alone, 1.0)
-        for kind, name in {PRODUCT: product, **others}.items()
-        if kind not in held
+        kind: profile.slower(op, name, size) for kind, name in {PRODUCT: product, **others}.items() if kind not in held
     }
     return Task(COMMUNICATION, op, alone + profile.wait_ms, (after,), slowed, held)
 

@@ -42,8 +42,8 @@ def probe(
     What a collective and a product do to each other is taken from `known` as a ratio.
     """
     count = max(SIZES) // dtype.itemsize
-    like = torch.empty(0, device=comm.device, dtype=dtype)
-    sent, received = comm.empty(count, like).normal_(), comm.empty(count, like)
+    sent = torch.randn(count, device=comm.device, dtype=dtype)
+    received = comm.empty(count, sent)
 
     def work(op: str, size: int) -> Work:
         part = size // dtype.itemsize

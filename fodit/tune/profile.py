@@ -184,6 +184,10 @@ class Profile:
         if min([self.copy_gbs, *self.pace.values(), *self.attention_ms.values(), *slowed]) <= 0:
             raise ValueError("times, factors and bandwidths must be above 0")
 
+    def slower(self, op: str, name: str, size: float) -> float:
+        """How many times longer a collective takes beside what was measured as `name`."""
+        return max(self.beside[op][name].curve(size) / self.alone[op](size), 1.0)
+
     def free_sms(self, op: str) -> list[int]:
         """Numbers of SMs a product may leave free, beside which the collective was measured."""
         return sorted(int(name) for name in self.beside[op] if name.isdigit())
