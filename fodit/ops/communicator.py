@@ -217,7 +217,8 @@ class Communicator:
     def gather_rows(self, rows: torch.Tensor, sizes: tuple[int, ...]) -> "GatheredRows":
         """All-gather along the first dimension, where rank p has `sizes[p]` rows. Starts it; `.wait()` gives the rows.
 
-        By NCCL, also where copy engines do the exchanges: then it waits for none of them, nor they for it. Unfused: `dist.all_gather(parts, rows); torch.cat(parts)`. Uneven parts are padded to the longest.
+        By NCCL, also where copy engines do the exchanges: then it waits for none of them, nor they for it. Unfused:
+        `dist.all_gather(parts, rows); torch.cat(parts)`. Uneven parts are padded to the longest.
         """
         if rows.shape[0] != sizes[self.rank]:
             raise ValueError(f"rank {self.rank} has {rows.shape[0]} rows to gather, the sizes say {sizes}")
