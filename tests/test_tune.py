@@ -218,6 +218,15 @@ def test_nothing_holds_copy_engines_up(link):
     assert max(one.slowed for one in profile.beside["all_to_all"].values()) < 1.03, "they take no SM"
 
 
+def test_attention_has_fewer_sms_on_smaller_gpus():
+    known = shipped()["h200-x2-no-p2p"]
+    small = replace(known.machine, sms=66, compute_sms=66)
+    found = known.rescaled({"all_to_all": Curve(((1e6, 1.0),))}, 1.0, small, "half of it")
+    for dim in (64, 128):
+        ratio = attention_ms(found, 1, 24, 32768, dim) / attention_ms(known, 1, 24, 32768, dim)
+        assert ratio == pytest.approx(2, rel=0.02)
+
+
 def test_holds_are_the_kernels_not_the_links():
     """On a link three times as fast collectives still wait for the end of an attention; not on GPUs before Hopper."""
     known = shipped()["h200-x2-no-p2p-nccl"]
@@ -520,7 +529,8 @@ def test_planner():
     mine = planner.product(layout.projection_plan, 384)
     assert (mine.kernel, mine.free_sms, mine.slabs, mine.source) == ("ampere_128x128x32", 2, (1, 2), "tuned")
     whole = planner.product(UlyssesLayout(0, 2, 100, 1, 6, 64).projection_plan, 384)
-    assert not whole.overlap and whole.source != "tuned"
+    assert whole.overlap and whole.slabs == (1,), "the product of what stays here runs beside the one exchange"
+    assert whole.source != "tuned"
     assert len(planner.asked) == 10 and all(" ms" in line for line in planner.asked)
     # A kernel that this machine's library lacks is not promised.
     elsewhere = Planner(profile, plans=make_plans(profile), kernels=())

@@ -118,6 +118,7 @@ class Planner:
     def _of_product(self, plan: Plan, k: int, dtype: str) -> Choice:
         sizes, n = [slab.elements for slab in plan.slabs], sum(plan.widths)
         slabs = tuple(size // gcd(*sizes) for size in sizes)
+        overlap = len(slabs) > 1 or bool(plan.local)
         tuned = [
             one.choice
             for one in self.plans.tuned
@@ -127,12 +128,12 @@ class Planner:
             and self._has(one.choice.kernel)
         ]
         if tuned:
-            return replace(tuned[0], slabs=slabs, overlap=len(slabs) > 1)
+            return replace(tuned[0], slabs=slabs, overlap=overlap)
         (best,) = products(self.profile, plan, k, self.kernels, 1)
         serial = serial_ms(self.profile, plan.op, plan.rows, n, k)
         kernel = None if best.kernel == CUBLAS else best.kernel
         return Choice(
-            plan.op, len(slabs) > 1, slabs, kernel, best.free_sms, best.predicted_ms, serial, None, None, self.source
+            plan.op, overlap, slabs, kernel, best.free_sms, best.predicted_ms, serial, None, None, self.source
         )
 
     def _find_groups(self, attention: Attention) -> HeadGroups:

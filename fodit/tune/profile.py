@@ -219,7 +219,8 @@ class Profile:
             name: replace(one, tile_ms=one.tile_ms * product, k_ms=one.k_ms * product)
             for name, one in self.kernels.items()
         }
-        attention = {dim: ms * product for dim, ms in self.attention_ms.items()}
+        fewer_sms = self.machine.compute_sms / machine.compute_sms  # products count theirs, see `predict`
+        attention = {dim: ms * product * fewer_sms for dim, ms in self.attention_ms.items()}
         return replace(
             self,
             machine=machine,

@@ -186,7 +186,8 @@ def choose(profile: Profile, shape: Shape, kernels: Iterable[str] | None, source
 
 
 def as_choice(shape: Shape, best: Candidate, serial: float, source: str) -> Choice:
-    if len(best.slabs) == 1 or best.predicted_ms > serial * (1 - UNSURE):
+    in_one = len(best.slabs) == 1 and shape.op != "all_to_all"  # whose own part hides the rest even so
+    if in_one or best.predicted_ms > serial * (1 - UNSURE):
         return Choice(shape.op, False, (1,), None, 0, serial, serial, None, None, source)
     kernel = None if best.kernel == CUBLAS else best.kernel
     return Choice(shape.op, True, best.slabs, kernel, best.free_sms, best.predicted_ms, serial, None, None, source)

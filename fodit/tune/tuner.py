@@ -103,7 +103,7 @@ class Tuner:
         tried = products(self.profile, plan, shape.k, self.kernels, TRIED)
         tried = [replace(one, slabs=shares) for one in tried]
         choice = self._choice(operation, tried, [self.way(operation, plan, one) for one in tried])
-        return replace(choice, overlap=len(shares) > 1, slabs=shares) if choice.overlap else choice
+        return replace(choice, slabs=shares) if choice.overlap else choice
 
     def _choice(self, operation: Operation, tried: Sequence[Candidate], ways: Sequence[Work]) -> Choice:
         """Measure all in turn, then the fastest ones and serial in turn."""
