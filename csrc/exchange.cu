@@ -42,9 +42,14 @@ int64_t chunk_bytes(int64_t bytes, int64_t slot) {
   return std::min(std::max(even, kLeastChunk), slot);
 }
 
+// Of the next chunk. The number of slots is a power of two, so that the order stays where the count wraps around.
+char* slot_of(const FoditLane& lane) {
+  return static_cast<char*>(lane.ring) + lane.moved % lane.slots * lane.slot_bytes;
+}
+
 // The next chunk of a message into a slot of the lane's ring, once the slot is free.
 int fill(FoditLane& lane, void* stream, const char* from, int64_t bytes) {
-  char* slot = static_cast<char*>(lane.ring) + static_cast<uint32_t>(lane.moved) % lane.slots * lane.slot_bytes;
+  char* slot = slot_of(lane);
   if (fodit_wait(stream, lane.freed, lane.moved - lane.slots + 1) != 0) return 1;
   if (copy(stream, slot, from, bytes) != 0) return 1;
   return fodit_write(stream, lane.filled, ++lane.moved);
@@ -52,7 +57,7 @@ int fill(FoditLane& lane, void* stream, const char* from, int64_t bytes) {
 
 // The next chunk of a message out of a slot of the lane's ring, once it is there.
 int drain(FoditLane& lane, void* stream, char* to, int64_t bytes) {
-  char* slot = static_cast<char*>(lane.ring) + static_cast<uint32_t>(lane.moved) % lane.slots * lane.slot_bytes;
+  char* slot = slot_of(lane);
   if (fodit_wait(stream, lane.filled, lane.moved + 1) != 0) return 1;
   if (copy(stream, to, slot, bytes) != 0) return 1;
   return fodit_write(stream, lane.freed, ++lane.moved);
@@ -81,7 +86,7 @@ int fodit_export(const void* device, uint8_t* handle, int64_t* offset) {
   if (range(&base, &size, address) != CUDA_SUCCESS) FAIL("fodit_export: %p is not device memory", device);
   cudaIpcMemHandle_t found;
   static_assert(sizeof(found) == FODIT_HANDLE_BYTES, "the interface has room for CUDA's handle");
-  CHECK(cudaIpcGetMemHandle(&found, reinterpret_cast<void*>(base)), "fodit_export: cudaIpcGetMemHandle(%p): %s",
+  CHECK(cudaIpcGetMemHandle(&found, reinterpret_cast<void*>(base)), "fodit_export: cudaIpcGetMemHandle(%p, not of expandable segments): %s",
         reinterpret_cast<void*>(base));
   memcpy(handle, &found, sizeof(found));
   *offset = address - base;

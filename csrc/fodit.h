@@ -63,8 +63,8 @@ typedef struct {
   int32_t* filled;     // chunks that the sender has put into the ring
   int32_t* freed;      // chunks that the receiver has taken out
   int64_t slot_bytes;
-  int32_t slots;
-  int32_t moved;       // chunks that this process has put in or taken out so far; counters wrap around
+  uint32_t slots;      // a power of two
+  uint32_t moved;      // chunks that this process has put in or taken out so far; counters wrap around
 } FoditLane;
 
 // Where a message may be stored: in a receiver's device memory, told to the sender through host memory. 128 bytes.

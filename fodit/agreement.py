@@ -79,7 +79,7 @@ def spread_failure(group: dist.ProcessGroup | None, rank: int, stage: str) -> It
 
 
 def _lost_a_peer(error: Exception) -> bool:
-    return isinstance(error, dist.DistError) or (
+    return isinstance(error, dist.DistError | TimeoutError | ConnectionError) or (
         isinstance(error, RuntimeError)
         and any(word in str(error).lower() for word in ("gloo", "nccl", "connection", "timed out", "timeout"))
     )

@@ -10,6 +10,7 @@ from fodit.kernels.binding import Kernel, Library, load
 from fodit.kernels.gemm import DTYPES, kernels_for
 from fodit.kernels.selftest import failure
 from fodit.ops.connect import VARIABLE
+from fodit.ops.peers import peer_allowed, reaches
 from fodit.report import versions
 from fodit.tune.profile import Profile
 from fodit.tune.store import folder
@@ -62,8 +63,7 @@ def _measured_machines(gpus: Sequence[str]) -> list[str]:
 
 def _exchanges(gpus: int, library: Library | str) -> str:
     """How ranks on this host will send each other what is exchanged."""
-    linked = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, gpus))
-    linked = linked and os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
+    linked = peer_allowed() and all(reaches(one, other) for one in range(gpus) for other in range(gpus))
     peers = "peer access between the GPUs" if linked else "no peer access between the GPUs"
     wanted = os.environ.get(VARIABLE, "")
     if isinstance(library, str):

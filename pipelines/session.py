@@ -105,6 +105,7 @@ class Session:
         stage = f"{self.control.group_name if self.control else ''}/{self._calls}"
         with spread_failure(self.control, self.rank, stage):
             check_same(self.control, "this call", arguments)
+            self._mend_exchanges()
             for attachment in self.attachments.values():
                 attachment.reset()
             for comm in (self.groups.cfg, self.groups.ulysses):
@@ -113,7 +114,26 @@ class Session:
             self._text_encoding_s = self._denoised_at = 0.0
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
-            yield
+            copies = self.groups.ulysses.copies
+            try:
+                yield
+                if copies is not None:
+                    copies.check()
+            except BaseException:
+                if copies is not None:
+                    copies.give_up()  # else the others wait for what this rank will not send
+                raise
+
+    def _mend_exchanges(self) -> None:
+        """After a call that failed, if it did: all ranks start their exchanges anew."""
+        copies = self.groups.ulysses.copies
+        if not any(everyone(self.control, copies is not None and copies.broken)):
+            return
+        self.now()
+        dist.barrier(self.control)
+        if copies is not None:
+            copies.reset()
+        dist.barrier(self.control)
 
     def shared_generator(self) -> torch.Generator | None:
         """A generator with one seed on all ranks, drawn by rank 0; None for one process, as diffusers has it."""

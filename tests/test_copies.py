@@ -3,7 +3,7 @@
 import ctypes
 import itertools
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -12,7 +12,7 @@ import torch
 
 from fodit.kernels.binding import HANDLE_BYTES, Post
 from fodit.ops import copies, host_memory
-from fodit.ops.copies import POST_BYTES, POSTS, Copies, Direction, LaneShape
+from fodit.ops.copies import POSTS, Copies, Direction, LaneShape
 from fodit.ops.host_memory import PinnedMapping, SharedFile
 from fodit.timeline import Timeline
 
@@ -87,6 +87,9 @@ class Stream:
     def wait_event(self, event):
         pass
 
+    def query(self):
+        return True
+
 
 class Now:
     def hold(self, stream):
@@ -119,7 +122,7 @@ def connected(library, ranks, direct, slots=2, slot_bytes=64):
 
     def direction(pair):
         size = host_memory.whole_pages(shape.size)
-        return Direction(PinnedMapping(library, files[pair].path, 0, size), shape)
+        return Direction(PinnedMapping(library, files[pair].place, 0, size), shape)
 
     made = []
     for rank in range(ranks):
@@ -127,6 +130,7 @@ def connected(library, ranks, direct, slots=2, slot_bytes=64):
         outward = {other: direction((rank, other)) for other in others}
         inward = {other: direction((other, rank)) for other in others}
         made.append(Copies(library, CPU, rank, outward, inward, direct, timeout_s=20))
+        made[-1]._closer.detach()  # nothing is pinned
     return made
 
 
@@ -172,18 +176,66 @@ def test_everything_arrives_in_its_place(played, ranks, direct):
 
 def test_a_rank_that_stays_away(played):
     made = connected(played, 2, True)
-    made[0]._timeout_s = 0.1
+    made[0].timeout_s = 0.1
     numbers = torch.zeros(8)
     with pytest.raises(TimeoutError, match="another rank did not start exchange 1"):
         made[0].start(numbers.clone().split(4), numbers.split(4), Now(), Timeline(CPU, enabled=False))
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_rank_that_gives_up_lets_the_others_go(played, direct):
+    """They learn of it instead of waiting, and all can start anew."""
+    made = connected(played, 3, direct)
+    numbers = [torch.full((4,), float(rank)) for rank in range(3)]
+
+    def exchange(rank):
+        received = torch.zeros(12)
+        made[rank].start(received.split(4), numbers[rank : rank + 1] * 3, Now(), Timeline(CPU, enabled=False))()
+        return received
+
+    def action(rank):
+        if rank == 1:
+            made[rank].give_up()
+            return
+        with suppress(ConnectionError):
+            exchange(rank)
+        with pytest.raises(ConnectionError, match="gave up"):
+            made[rank].check()
+
+    with patch.object(copies, "_end_of", lambda _: None):
+        on_ranks(action, 3)
+        assert all(one.broken for one in made)
+        for one in made:
+            one.reset()
+        assert not any(one.broken for one in made)
+        arrived = {}
+        on_ranks(lambda rank: arrived.update({rank: exchange(rank)}), 3)
+    for rank, received in arrived.items():
+        for other in set(range(3)) - {rank}:
+            assert (received[4 * other :][:4] == other).all()
+
+
+def test_strided_tensors_are_refused(played):
+    made = connected(played, 2, False)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        made[0].start([torch.zeros(4)] * 2, [torch.zeros(8)[::2]] * 2, Now(), Timeline(CPU, enabled=False))
+
+
+def test_a_file_of_another_container_is_not_written(played):
+    mine, other = SharedFile(host_memory.PAGE), SharedFile(host_memory.PAGE)
+    with pytest.raises(OSError, match="another container"):
+        PinnedMapping(played, (mine.place[0], other.place[1]), 0, host_memory.PAGE)
+
+
 def test_rings_share_what_a_rank_may_pin():
-    assert LaneShape.of(2, direct=True).size == host_memory.whole_pages(copies.HEADER + POSTS * POST_BYTES)
+    assert LaneShape.of(2, direct=True).size == host_memory.whole_pages(copies.HEADER + POSTS * ctypes.sizeof(Post))
     two, eight = LaneShape.of(2, direct=False), LaneShape.of(8, direct=False)
     assert two.slots == copies.MOST_SLOTS and eight.slots == copies.LEAST_SLOTS
+    for ranks in range(2, 17):
+        slots = LaneShape.of(ranks, direct=False).slots
+        assert slots & (slots - 1) == 0, "the count of chunks wraps around"
     assert two.size % host_memory.PAGE == 0
 
 
 def test_posts_are_as_the_library_has_them():
-    assert ctypes.sizeof(Post) == POST_BYTES == 128 and Post.handle.offset == 16
+    assert ctypes.sizeof(Post) == 128 and Post.handle.offset == 16

@@ -53,7 +53,7 @@ class Lane(ctypes.Structure):
     _fields_ = [
         *((name, _pointer) for name in ("ring", "filled", "freed")),
         ("slot_bytes", _long),
-        *((name, _int) for name in ("slots", "moved")),
+        *((name, ctypes.c_uint32) for name in ("slots", "moved")),
     ]
 
 

@@ -90,13 +90,18 @@ class Communicator:
 
     def gemm_sms(self, op: str) -> int:
         """SMs that a product beside its collectives may take if nobody plans it; 0 takes all."""
-        if self.stream is None or (op == "all_to_all" and self.copies is not None):
+        if self.stream is None or (op == "all_to_all" and self.uses_copies):
             return 0
         return sms_beside_nccl(self.device)
 
     def empty(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """A flat buffer of `count` elements of `like`'s type that exchanges may receive into."""
         return like.new_empty(count) if self._copies is None else self._copies.empty(count, like)
+
+    @property
+    def uses_copies(self) -> bool:
+        """Whether copy engines do an exchange that is started now."""
+        return self._copies is not None
 
     @property
     def _copies(self) -> Copies | None:

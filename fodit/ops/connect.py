@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from fodit.agreement import describe, everyone
 from fodit.kernels.binding import Library, load
 from fodit.ops.communicator import Communicator
 from fodit.ops.copies import Copies, Direction, LaneShape
-from fodit.ops.host_memory import PinnedMapping, SharedFile
+from fodit.ops.host_memory import PinnedMapping, Place, SharedFile
+from fodit.ops.peers import peer_allowed, reaches, uuid_of
 from fodit.ops.ready import StreamReached
 from fodit.timeline import Timeline
 
@@ -45,9 +47,9 @@ def connect(
 ) -> tuple[Copies | None, list[str]]:
     """Copy engines for the ranks of a group, or None: then NCCL does their exchanges.
 
-    Straight from GPU to GPU where all of them have peer access (and NCCL_P2P_DISABLE is not set), else through host
-    memory. `FODIT_EXCHANGE=staged` keeps to host memory, `FODIT_EXCHANGE=nccl` to NCCL. A test exchange has to come
-    out right first.
+    Straight from GPU to GPU where the group's GPUs have peer access (and NCCL_P2P_DISABLE is not set), else through
+    host memory. `FODIT_EXCHANGE=staged` keeps to host memory, `FODIT_EXCHANGE=nccl` to NCCL. A test exchange has to
+    come out right first.
 
     Args:
         group: of the ranks that exchange.
@@ -58,10 +60,11 @@ def connect(
         The copy engines, and a sentence for everything that keeps the group from faster ones.
 
     Raises:
-        ValueError: FODIT_EXCHANGE is none of these.
+        ValueError: on all ranks, if FODIT_EXCHANGE is none of these on one of them.
     """
-    if os.environ.get(VARIABLE) not in (None, "", *KINDS):
-        raise ValueError(f"{VARIABLE}={os.environ[VARIABLE]} is none of {', '.join(KINDS)}")
+    for wanted in everyone(control, os.environ.get(VARIABLE)):
+        if wanted not in (None, "", *KINDS):
+            raise ValueError(f"{VARIABLE}={wanted} is none of {', '.join(KINDS)}")
     meeting = _Meeting(group, device, control, timeout_s)
     notes = [f"exchanges go through NCCL: {meeting.reason}"] if meeting.reason is not None else []
     found: Copies | None = None
@@ -74,12 +77,38 @@ def connect(
     return found, notes
 
 
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank says of itself.
+
+    Attributes:
+        host: by name and boot.
+        reason: why it cannot take part, or None.
+        uuid: of its GPU.
+        reached: of every other GPU it sees, whether it has peer access; None where it must not use that.
+    """
+
+    host: str
+    reason: str | None
+    uuid: str
+    reached: dict[str, bool] | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> "_Offer":
+        host = socket.gethostname() + (BOOT.read_text().strip() if BOOT.is_file() else "")
+        wanted, library = os.environ.get(VARIABLE), load()
+        reason = f"{VARIABLE}=nccl" if wanted == "nccl" else library if isinstance(library, str) else None
+        allowed = wanted != "staged" and peer_allowed()
+        others = {uuid_of(other): reaches(device, other) for other in range(torch.cuda.device_count())}
+        return cls(host, reason, uuid_of(device), others if allowed else None)
+
+
 class _Meeting:
     """The ranks of one group, which do the same steps and stop together.
 
     Attributes:
         reason: why this group cannot, or None.
-        peers: whether all its GPUs reach each other.
+        peers: whether all its GPUs reach each other, as far as their ranks see them; the test has the last word.
     """
 
     def __init__(
@@ -88,40 +117,44 @@ class _Meeting:
         self.device, self._control, self._timeout_s = device, control, timeout_s
         self._members = dist.get_process_group_ranks(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        offers = self._ours(_offer(device))
-        hosts, reasons, peers = zip(*offers, strict=True)
-        self.reason = next((one for one in reasons if one is not None), None)
-        if len(set(hosts)) > 1:
-            self.reason = f"the ranks are on {len(set(hosts))} hosts"
-        self.peers = all(peers)
+        offers: list[_Offer] = self._ours(_Offer.of(device))
+        self.reason = next((one.reason for one in offers if one.reason is not None), None)
+        hosts, uuids = {one.host for one in offers}, [one.uuid for one in offers]
+        if len(hosts) > 1:
+            self.reason = f"the ranks are on {len(hosts)} hosts"
+        self.peers = all(
+            one.reached is not None and all(one.reached.get(uuid, True) for uuid in uuids) for one in offers
+        )
 
     def attempt(self, direct: bool, wanted: bool) -> tuple[Copies | None, str | None]:
         """Copy engines that passed their test, or what failed first on any rank; neither if they are not wanted."""
         shape = LaneShape.of(self.size, direct)
         file, failure = self._step(wanted, lambda: SharedFile(shape.size * (self.size - 1)))
-        paths = self._ours(file.path if file is not None else None)
-        mapped, failure = self._step(wanted and failure is None, lambda: self._directions(paths, shape), failure)
+        places = self._ours(file.place if file is not None else None)
+        mapped, failure = self._step(wanted and failure is None, lambda: self._directions(places, shape), failure)
         if file is not None:
             file.close()
         library = load()
 
         def tested() -> Copies:
             assert isinstance(library, Library) and mapped is not None
-            copies = Copies(library, self.device, self.rank, mapped[0], mapped[1], direct, self._timeout_s)
-            _test(copies, self.rank, self.size)
+            test_s = min(TEST_S, self._timeout_s / 4)  # the others wait meanwhile
+            copies = Copies(library, self.device, self.rank, mapped[0], mapped[1], direct, test_s)
+            _test(copies, self.rank, self.size, test_s)
+            copies.timeout_s = self._timeout_s
             return copies
 
         copies, failure = self._step(wanted and failure is None, tested, failure)
         return copies if failure is None else None, failure
 
-    def _directions(self, paths: list[str], shape: LaneShape) -> tuple[dict[int, Direction], dict[int, Direction]]:
+    def _directions(self, places: list[Place], shape: LaneShape) -> tuple[dict[int, Direction], dict[int, Direction]]:
         """To and from every other rank. The lane from p to q is in the file of p, at the distance from p to q."""
         library = load()
         assert isinstance(library, Library)
 
         def direction(sender: int, receiver: int) -> Direction:
             offset = ((receiver - sender) % self.size - 1) * shape.size
-            return Direction(PinnedMapping(library, paths[sender], offset, shape.size), shape)
+            return Direction(PinnedMapping(library, places[sender], offset, shape.size), shape)
 
         others = [rank for rank in range(self.size) if rank != self.rank]
         with torch.cuda.device(self.device):
@@ -146,38 +179,35 @@ class _Meeting:
         return [values[rank] for rank in self._members]
 
 
-def _offer(device: torch.device) -> tuple[str, str | None, bool]:
-    """This rank's host, why it cannot take part, and whether its GPU reaches all others that it sees."""
-    host = socket.gethostname() + (BOOT.read_text().strip() if BOOT.is_file() else "")
-    wanted, library = os.environ.get(VARIABLE), load()
-    reason = f"{VARIABLE}=nccl" if wanted == "nccl" else library if isinstance(library, str) else None
-    others = [other for other in range(torch.cuda.device_count()) if other != device.index]
-    peer = all(torch.cuda.can_device_access_peer(device, other) for other in others)
-    peer = peer and wanted != "staged" and os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
-    return host, reason, peer
-
-
-def _test(copies: Copies, rank: int, size: int) -> None:
+def _test(copies: Copies, rank: int, size: int, test_s: float) -> None:
     """Exchange known numbers, twice for each size.
 
     Raises:
-        RuntimeError: other numbers arrive, or none within `TEST_S`.
+        RuntimeError: other numbers arrive, or none in time. The other ranks do not wait for this one then.
     """
-    device, end = copies.device, time.monotonic() + TEST_S
-    for count in (*TEST_SIZES, *TEST_SIZES):
-        numbers = torch.arange(count, dtype=torch.int32, device=device)
-        sent = [numbers + (100 * rank + other) for other in range(size)]
-        received = copies.empty(size * count, numbers).fill_(-1).view(size, count)
-        finish = copies.start(received.unbind(), sent, StreamReached(device), Timeline(device, enabled=False))
-        finish()
-        done = torch.cuda.Event()
-        done.record()
-        while not done.query():
-            if time.monotonic() > end:
-                copies.release()
-                raise RuntimeError(f"a test exchange did not end in {TEST_S:.0f} s")
-            time.sleep(1e-4)
-        for other, part in enumerate(received):
-            wanted = numbers + (100 * other + rank) if other != rank else torch.full_like(numbers, -1)
-            if not torch.equal(part, wanted):
-                raise RuntimeError(f"a test exchange of {4 * count} bytes came out wrong")
+    end = time.monotonic() + test_s
+    try:
+        for count in (*TEST_SIZES, *TEST_SIZES):
+            _exchange_numbers(copies, rank, size, count, end)
+    except BaseException:
+        copies.give_up()
+        raise
+
+
+def _exchange_numbers(copies: Copies, rank: int, size: int, count: int, end: float) -> None:
+    device = copies.device
+    numbers = torch.arange(count, dtype=torch.int32, device=device)
+    sent = [numbers + (100 * rank + other) for other in range(size)]
+    received = copies.empty(size * count, numbers).fill_(-1).view(size, count)
+    copies.start(received.unbind(), sent, StreamReached(device), Timeline(device, enabled=False))()
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(device))
+    while not done.query():
+        if time.monotonic() > end:
+            raise RuntimeError("a test exchange did not end in time")
+        time.sleep(1e-4)
+    copies.check()
+    for other, part in enumerate(received):
+        wanted = numbers + (100 * other + rank) if other != rank else torch.full_like(numbers, -1)
+        if not torch.equal(part, wanted):
+            raise RuntimeError(f"a test exchange of {4 * count} bytes came out wrong")

@@ -5,12 +5,15 @@ where a kernel keeps all SMs to its end. Copy engines take none. A message goes 
 where the GPUs reach each other, else in chunks through host memory that both processes map: out of one GPU and into
 the other at the same time. On two H200 through host memory 64 MB took 1.9 ms each way, 3.0 by NCCL.
 
-The streams wait for each other's counters in host memory; neither the host nor an SM waits. All ranks start their
-exchanges in the same order, and what a wait waits for was enqueued before, so every wait ends.
+The streams wait for each other's counters in host memory; no SM waits. (From GPU to GPU the host waits until the other
+rank's host has said where a message may be stored.) All ranks start their exchanges in the same order, and what a wait
+waits for was enqueued before, so every wait ends. A rank that fails lets the others go: see `Copies.give_up`.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from ctypes import c_int32, memset, sizeof
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,12 +26,14 @@ from fodit.timeline import COMMUNICATION, Timeline
 
 SLOT_BYTES, MOST_SLOTS, LEAST_SLOTS = 4 << 20, 8, 4
 RINGS_BYTES = 64 << 20  # of one rank, for all others together, where they need not be longer for the fewest slots
-POSTS = 64  # of one direction; the ranks are never more than a few messages apart
-POST_BYTES = 8 + 8 + HANDLE_BYTES + 48
+POSTS = 64  # of one direction; all ranks post in every exchange, so they are never more than one apart
 FREED = 128  # the second counter's offset: on a cache line of its own
 HEADER = 256
+RELEASED = 1 << 30  # a counter's value where nothing is waited for any more
 ASK_S = 0.2  # between two looks at whether Python was interrupted
+GIVE_UP_S = 10.0
 Place = tuple[int, int]  # address on a device, and bytes
+NOWHERE = bytes(HANDLE_BYTES), 0  # the post of an empty message
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,12 @@ class LaneShape:
         if direct:
             return cls(0, 0)
         fitting = RINGS_BYTES // (ranks - 1) // SLOT_BYTES
-        return cls(min(max(fitting, LEAST_SLOTS), MOST_SLOTS), SLOT_BYTES)
+        slots = min(max(fitting, LEAST_SLOTS), MOST_SLOTS)
+        return cls(1 << slots.bit_length() - 1, SLOT_BYTES)
 
     @property
     def size(self) -> int:
-        return whole_pages(HEADER + POSTS * POST_BYTES) + self.slots * self.slot_bytes
+        return whole_pages(HEADER + POSTS * sizeof(Post)) + self.slots * self.slot_bytes
 
 
 class Direction:
@@ -58,15 +64,25 @@ class Direction:
         ring = device + shape.size - shape.slots * shape.slot_bytes
         self.filled, self.freed = device, device + FREED
         self.lane = Lane(ring, self.filled, self.freed, shape.slot_bytes, shape.slots, 0)
+        self._counters = [c_int32.from_address(memory.address + offset) for offset in (0, FREED)]
 
     def post(self, number: int) -> int:
         """Host address of a message's `Post`."""
-        return self.memory.address + HEADER + number % POSTS * POST_BYTES
+        return self.memory.address + HEADER + number % POSTS * sizeof(Post)
+
+    @property
+    def released(self) -> bool:
+        return any(counter.value >= RELEASED for counter in self._counters)
 
     def release(self) -> None:
         """Let every stream go on that waits here. What it copies then is void."""
-        for offset in (0, FREED):
-            Post.from_address(self.memory.address + offset).number = 1 << 30
+        for counter in self._counters:
+            counter.value = RELEASED
+
+    def reset(self) -> None:
+        """As it was at first; neither side may be at work."""
+        memset(self.memory.address, 0, HEADER + POSTS * sizeof(Post))
+        self.lane.moved = 0
 
 
 class Copies:
@@ -77,6 +93,9 @@ class Copies:
         outward, inward: to and from every other rank, by rank.
         direct: the GPUs reach each other's memory.
         timeout_s: how long a rank may be behind.
+
+    Attributes:
+        direct, timeout_s: as given.
     """
 
     def __init__(
@@ -89,7 +108,7 @@ class Copies:
         direct: bool,
         timeout_s: float,
     ) -> None:
-        self._library, self.device, self.direct, self._timeout_s = library, device, direct, timeout_s
+        self._library, self.device, self.direct, self.timeout_s = library, device, direct, timeout_s
         self._outward, self._inward = outward, inward
         ranks = len(outward) + 1
         # In every turn each rank sends to one other and receives from one other.
@@ -97,22 +116,50 @@ class Copies:
         self.sending, self.receiving, self._granting = (torch.cuda.Stream(device, priority=-1) for _ in range(3))
         self._opened: dict[bytes, int] = {}
         self._number = 0
-        mappings = [one.memory for one in (*outward.values(), *inward.values())]
+        self._directions = [*outward.values(), *inward.values()]
+        mappings = [one.memory for one in self._directions]
         self._closer = weakref.finalize(self, _close, library, device, mappings, self._opened)
         self._closer.atexit = False  # then CUDA ends with the process
 
     def __str__(self) -> str:
         return "copy engines, " + ("GPU to GPU" if self.direct else "through host memory")
 
-    def release(self) -> None:
-        """Let every stream go on that waits for another rank; what was exchanged is void. For tests that fail."""
-        for one in (*self._outward.values(), *self._inward.values()):
-            one.release()
+    @property
+    def broken(self) -> bool:
+        """Whether this rank or another one has given up."""
+        return any(one.released for one in self._directions)
+
+    def give_up(self) -> None:
+        """Let the other ranks go on, and this rank's own streams; what was exchanged is void.
+
+        What is enqueued here still counts, so the counters are set again and again until all of it is done.
+        """
+        end = time.monotonic() + GIVE_UP_S
+        streams = (self.sending, self.receiving, self._granting)
+        done = False
+        while not done:
+            done = all(stream.query() for stream in streams) or time.monotonic() > end
+            for one in self._directions:
+                one.release()
+            time.sleep(1e-3)
+
+    def reset(self) -> None:
+        """After a rank has given up: start anew. All ranks do so between two exchanges, and none is at work."""
+        self._number = 0
+        for one in self._directions:
+            one.reset()
 
     def empty(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """A flat buffer of `like`'s type that exchanges may write into."""
         if not self.direct:
             return like.new_empty(count)
+        try:
+            return self._pooled(count, like)
+        except torch.OutOfMemoryError:  # for a pool torch does not give back what it has cached
+            torch.cuda.empty_cache()
+            return self._pooled(count, like)
+
+    def _pooled(self, count: int, like: torch.Tensor) -> torch.Tensor:
         with torch.cuda.use_mem_pool(_pool(self.device), self.device):
             return like.new_empty(count)
 
@@ -133,17 +180,24 @@ class Copies:
 
         Raises:
             TimeoutError: another rank does not start its exchange.
+            ConnectionError: a rank has given up.
             KernelError: CUDA refuses something.
+            ValueError: a tensor is not contiguous.
         """
         sources, targets = _places(sent), _places(received)
+        self.check()
+        streams = (self.sending, self.receiving)
         with torch.cuda.device(self.device):
-            ready.hold(self.sending)
-            with torch.cuda.stream(self.sending):
-                begin = timeline.mark()
+            begins = []
+            for stream in streams:
+                ready.hold(stream)
+                with torch.cuda.stream(stream):
+                    begins.append(timeline.mark())
             (self._push if self.direct else self._stage)(sources, targets, ready)
-            with torch.cuda.stream(self.receiving):
-                timeline.add(COMMUNICATION, begin, timeline.mark())
-            ends = [_end_of(stream) for stream in (self.sending, self.receiving)]
+            for stream, begin in zip(streams, begins, strict=True):
+                with torch.cuda.stream(stream):
+                    timeline.add(COMMUNICATION, begin, timeline.mark())
+            ends = [_end_of(stream) for stream in streams]
 
         def finish() -> None:
             for end in ends:
@@ -151,9 +205,13 @@ class Copies:
 
         return finish
 
-    def _stage(self, sources: list[Place], targets: list[Place], ready: Ready) -> None:
-        """Through host memory."""
-        ready.hold(self.receiving)  # before, what is written may still be read
+    def check(self) -> None:
+        """Raise ConnectionError if a rank has given up: what was exchanged since is void."""
+        if self.broken:
+            raise ConnectionError("the connection to another rank was lost: it gave up its exchanges")
+
+    def _stage(self, sources: list[Place], targets: list[Place], _: Ready) -> None:
+        """Through host memory. Both streams are held until `ready`; before, what is written may still be read."""
         streams = self.sending.cuda_stream, self.receiving.cuda_stream
         for to, source in self._turns:
             out, into = self._outward[to].lane, self._inward[source].lane
@@ -163,18 +221,20 @@ class Copies:
         """Into the memory of the others, when they have said where and that it is free."""
         self._number += 1
         library, number = self._library, self._number
-        ready.hold(self._granting)
+        if any(targets[source][1] for _, source in self._turns):
+            ready.hold(self._granting)
         for _, source in self._turns:
             address, size = targets[source]
+            direction = self._inward[source]
+            library.post(direction.post(number), number, *(library.export(address) if size else NOWHERE))
             if size:
-                direction = self._inward[source]
-                library.post(direction.post(number), number, *library.export(address))
                 library.write(self._granting.cuda_stream, direction.freed, number)
         for to, _ in self._turns:
             address, size = sources[to]
+            direction, stream = self._outward[to], self.sending.cuda_stream
+            handle, offset = self._collect(direction.post(number), number)
             if size:
-                direction, stream = self._outward[to], self.sending.cuda_stream
-                place = self._collect(direction.post(number), number)
+                place = self._address(handle) + offset
                 library.wait(stream, direction.freed, number)
                 library.copy(stream, place, address, size)
                 library.write(stream, direction.filled, number)
@@ -182,27 +242,34 @@ class Copies:
             if targets[source][1]:
                 library.wait(self.receiving.cuda_stream, self._inward[source].filled, number)
 
-    def _collect(self, post: int, number: int) -> int:
-        """Where a message may be stored, for this device."""
+    def _collect(self, post: int, number: int) -> tuple[bytes, int]:
+        """Where another rank stores a message: the handle of an allocation, and the offset in it."""
         found, waited = None, 0.0
         while found is None:
             found, waited = self._library.collect(post, number, ASK_S), waited + ASK_S
-            if found is None and waited > self._timeout_s:
-                raise TimeoutError(f"timed out: another rank did not start exchange {number} in {waited:.0f} s")
-        handle, offset = found
+            if found is None:
+                self.check()
+                if waited > self.timeout_s:
+                    raise TimeoutError(f"another rank did not start exchange {number} in {waited:.0f} s")
+        return found
+
+    def _address(self, handle: bytes) -> int:
+        """Where another process's allocation begins for this device."""
         if handle not in self._opened:
             self._opened[handle] = self._library.open(handle)
-        return self._opened[handle] + offset
+        return self._opened[handle]
 
 
 @cache
 def _pool(device: torch.device) -> torch.cuda.MemPool:
     """Memory that other processes map, and that is therefore not given back to CUDA before this one ends."""
     with torch.cuda.device(device):
-        return torch.cuda.MemPool()
+        return torch.cuda.MemPool(use_on_oom=True)
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[Place]:
+    if wrong := [tuple(one.stride()) for one in tensors if not one.is_contiguous()]:
+        raise ValueError(f"what is exchanged must be contiguous, got a tensor with strides {wrong[0]}")
     return [(one.data_ptr(), one.nbytes) for one in tensors]
 
 

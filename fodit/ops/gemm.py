@@ -193,7 +193,7 @@ def send_slabs(
 
     for index, slab in enumerate(plan.slabs):
         waiting.append((slab, executor.fill(index)))
-        if index == 0 or between is None or comm.copies is not None:
+        if index == 0 or between is None or comm.uses_copies:
             send_waiting()
     if between is not None:
         between(buffer)

@@ -8,6 +8,7 @@ import weakref
 from fodit.kernels.binding import Library
 
 PAGE = mmap.PAGESIZE
+Place = tuple[str, tuple[int, int]]  # path of a file, and by what other processes know it again
 
 
 def whole_pages(size: int) -> int:
@@ -23,8 +24,8 @@ class SharedFile:
         os.ftruncate(self._descriptor, size)
 
     @property
-    def path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+    def place(self) -> Place:
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}", _identity(self._descriptor)
 
     def close(self) -> None:
         """No other process can open it any more; those that mapped it keep it."""
@@ -35,7 +36,7 @@ class PinnedMapping:
     """A part of a shared file in this process's memory, pinned for the current device.
 
     Args:
-        path: of the file.
+        place: of the file.
         offset, size: multiples of the page size.
 
     Attributes:
@@ -46,9 +47,12 @@ class PinnedMapping:
         KernelError: CUDA does not pin it.
     """
 
-    def __init__(self, library: Library, path: str, offset: int, size: int) -> None:
+    def __init__(self, library: Library, place: Place, offset: int, size: int) -> None:
+        path, identity = place
         descriptor = os.open(path, os.O_RDWR)
         try:
+            if _identity(descriptor) != identity:  # in containers of one host processes may have the same numbers
+                raise OSError(f"{path} is another file for this process: it runs in another container")
             self._memory = mmap.mmap(descriptor, size, offset=offset)
         finally:
             os.close(descriptor)
@@ -60,6 +64,11 @@ class PinnedMapping:
     def close(self) -> None:
         """After all work of the device that uses it."""
         self._closer()
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
 
 
 def _unpin(library: Library, address: int, memory: mmap.mmap) -> None:

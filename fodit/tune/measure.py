@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fodit.agreement import everyone
 from fodit.ops.communicator import Communicator, Pending
+from fodit.ops.peers import peer_allowed, reaches
 from fodit.ops.ready import Ready
 from fodit.tune.clock import LEAD_MS, Clock, Work
 from fodit.tune.operation import collective, shared_kernels
@@ -47,9 +48,9 @@ def this_machine(comm: Communicator, control: dist.ProcessGroup | None, compute_
     """
     device = comm.device
     properties = torch.cuda.get_device_properties(device)
-    others = [other for other in range(torch.cuda.device_count()) if other != device.index]
-    peer = all(torch.cuda.can_device_access_peer(device, other) for other in others)
-    peer = peer and os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
+    peer = peer_allowed() and all(reaches(device, other) for other in range(torch.cuda.device_count()))
+    if comm.copies is not None:
+        peer = comm.copies.direct
     set_here = {f"{k}={v}" for k, v in os.environ.items() if k.startswith("NCCL_") and not k.startswith(SILENT)}
     sms = properties.multi_processor_count
     mine = (properties.name, sms, compute_sms or sms, peer, socket.gethostname(), set_here, comm.copies is not None)

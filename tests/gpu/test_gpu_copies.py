@@ -107,11 +107,41 @@ def test_memory_is_given_back(pool, kind):
 def late(kind):
     """Rank 1 never starts its exchange."""
     device, comm = start(kind)
-    comm.copies._timeout_s = 1.0
+    comm.copies.timeout_s = 1.0
     if comm.rank == 0:
         with pytest.raises(TimeoutError, match="another rank did not start exchange"):
             exchange(comm, 2, device)
+        comm.copies.give_up()
 
 
 def test_a_rank_that_stays_away_is_an_error(pool):
     pool.run(2, late, "direct")
+
+
+def given_up(kind):
+    """Rank 1 gives up after a few exchanges; rank 0 goes on, learns of it, and both start anew."""
+    device, comm = start(kind)
+    for seed in range(3):
+        exchange(comm, seed, device)[0].wait()
+    if comm.rank == 1:
+        torch.cuda.synchronize()
+        comm.copies.give_up()
+    else:
+        with pytest.raises(ConnectionError, match="gave up"):
+            for seed in range(3, 30):
+                exchange(comm, seed, device)[0].wait()
+                torch.cuda.synchronize()
+        comm.copies.give_up()
+    torch.cuda.synchronize()
+    dist.barrier()
+    comm.copies.reset()
+    dist.barrier()
+    for seed in range(40, 60):
+        pending, received, wanted = exchange(comm, seed, device)
+        pending.wait()
+        assert torch.equal(received, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_gives_up_lets_the_others_go(pool, kind):
+    pool.run(2, given_up, kind)
