@@ -66,6 +66,30 @@ def test_bad_call_on_every_rank(pool, tiny, kind, call, words):
         assert words in error
 
 
+def failed_then_mended(folder):
+    """A call fails, on one rank or on both; the next one runs. Exchanges are given up and started anew."""
+    said = []
+    fake = SimpleNamespace(broken=False, check=lambda: None)
+    fake.give_up = lambda: said.append("give up") or setattr(fake, "broken", True)
+    fake.reset = lambda: said.append("reset") or setattr(fake, "broken", False)
+    pipe = load(folder, "wan2.1", parallel=ParallelConfig(cfg=2, ulysses=1))  # does not exchange, so nothing waits
+    pipe._session.groups.ulysses.copies = fake
+    call = CALL | SIZES["wan2.1"]
+    with pytest.raises(ValueError, match="divisible by 16"):
+        pipe(**call | {"width": 72})
+    pipe(**call)
+    fake.check = lambda: (_ for _ in ()).throw(ConnectionError("the connection to another rank was lost"))
+    with pytest.raises(RankError, match="stopped without giving a reason"):
+        pipe(**call)
+    fake.check = lambda: None
+    pipe(**call)
+    return said
+
+
+def test_exchanges_are_mended_after_a_failure(pool, tiny):
+    assert pool.run(2, failed_then_mended, tiny("wan2.1")) == [["give up", "reset"] * 2] * 2
+
+
 def test_wrong_class(tiny):
     with pytest.raises(ValueError, match="is a WanPipeline checkpoint, FoCogVideoXPipeline loads CogVideoXPipeline"):
         FoCogVideoXPipeline.from_pretrained(tiny("wan2.1"))

@@ -52,7 +52,7 @@ class WanUlyssesProcessor:
         def prepare(
             query: torch.Tensor, key: torch.Tensor, heads: tuple[int, int]
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            if not totals:  # gathered sums are waited for after the first slab: they came in this order
+            if not totals:  # gathered sums are waited for after the first slab, which NCCL sent before them
                 totals.append(sums[0].wait() if sums else rows.squares(query, key))
             return rows.arrive_rms(query, key, totals[0], (attn.norm_q, attn.norm_k), heads, rotary)
 

@@ -1,4 +1,4 @@
-"""Collectives of one group on a stream of their own, so that the compute stream goes on meanwhile."""
+"""Collectives of one group on streams of their own, so that the compute stream goes on meanwhile."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -49,9 +49,9 @@ def sms_beside_nccl(device: torch.device) -> int:
 class Communicator:
     """Starts collectives of one process group in the order of the calls.
 
-    On a GPU they run on one high-priority stream of this communicator; the order of calls is the order in its queue
-    and must be the same on all ranks. On a CPU they run in gloo's threads. A group of one rank has no queue:
-    collectives are not called at all.
+    The order of calls must be the same on all ranks. On a GPU NCCL's collectives run on one high-priority stream of
+    this communicator, in that order; exchanges by copy engines have streams of their own. On a CPU all run in gloo's
+    threads. A group of one rank has no queue: collectives are not called at all.
 
     Args:
         group: the process group, or None for a single process.

@@ -135,13 +135,18 @@ class Copies:
         What is enqueued here still counts, so the counters are set again and again until all of it is done.
         """
         end = time.monotonic() + GIVE_UP_S
-        streams = (self.sending, self.receiving, self._granting)
         done = False
         while not done:
-            done = all(stream.query() for stream in streams) or time.monotonic() > end
+            done = self._idle() or time.monotonic() > end
             for one in self._directions:
                 one.release()
             time.sleep(1e-3)
+
+    def _idle(self) -> bool:
+        try:
+            return all(stream.query() for stream in (self.sending, self.receiving, self._granting))
+        except RuntimeError:  # the device has failed: nothing is under way there any more
+            return True
 
     def reset(self) -> None:
         """After a rank has given up: start anew. All ranks do so between two exchanges, and none is at work."""
