@@ -247,7 +247,9 @@ def bound_ms(
     profile: Profile, op: str, m: int, n: int, k: int, parts: int = SMALLEST, product: float | None = None
 ) -> float:
     """No overlap can be faster: all of the product and the last slab's collective, or the first slab's product and
-    all of the communication, with slabs of one of `parts`. The product takes cuBLAS' time or the one given."""
+    all of the communication, with slabs of one of `parts`. The product takes cuBLAS' time or the one given. What of an
+    all-to-all's product is needed here comes last."""
     product, size = product_ms(profile, m, n, k) if product is None else product, m * n * ITEMSIZE
-    last = collective_ms(profile, op, size // parts)
-    return max(product + last, product / parts + collective_ms(profile, op, size))
+    last, ranks = collective_ms(profile, op, size // parts), profile.machine.ranks
+    sent = product * (ranks - 1) / ranks if op == "all_to_all" else product
+    return max(product, sent + last, sent / parts + collective_ms(profile, op, size))
