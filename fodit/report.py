@@ -143,7 +143,7 @@ class Report:
     total_s: the whole call on rank 0, seconds.
     ranks: one :class:`RankReport` a rank, by rank.
     versions: name to version, None for what is absent; see :func:`versions`.
-    plans: one line for each plan of the session: what was chosen, its predicted and measured times, without overlap.
+    plans: how exchanges go, and a line for each plan of the session: what was chosen, its times, those without overlap.
     notes: one sentence for each thing that was not done as asked: a fallback, a setting without effect.
     created: end of the call, ISO 8601 in UTC.
     """

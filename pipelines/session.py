@@ -194,9 +194,15 @@ class Session:
             total_s=reports[0][1],
             ranks=[one for one, _, _ in reports],
             versions=versions(),
-            plans=list(planner.asked) if planner is not None else [],
+            plans=self._plans(),
             notes=list(dict.fromkeys(note for _, _, notes in reports for note in notes)),
         )
+
+    def _plans(self) -> list[str]:
+        """How ranks that share a sequence exchange, and what the planner chose."""
+        comm = self.groups.ulysses
+        chosen = list(comm.planner.asked) if comm.planner is not None else []
+        return [f"exchanges: {comm.copies or 'NCCL'}", *chosen] if comm.stream is not None else chosen
 
     def _peak_memory(self) -> int:
         if self.device.type == "cuda":
