@@ -132,7 +132,8 @@ class Copies:
     def give_up(self) -> None:
         """Let the other ranks go on, and this rank's own streams; what was exchanged is void.
 
-        What is enqueued here still counts, so the counters are set again and again until all of it is done.
+        A rank that learns of it gives up, too: others may wait for what this one will not send. What is enqueued here
+        still counts, so the counters are set again and again until all of it is done.
         """
         end = time.monotonic() + GIVE_UP_S
         done = False
