@@ -29,14 +29,6 @@ constexpr int64_t kChunks = 4;
     }                                                                                        \
   } while (0)
 
-cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
-
-int copy(void* stream, void* to, const void* from, int64_t bytes) {
-  CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_of(stream)),
-        "fodit_copy: cudaMemcpyAsync(%p, %p, %lld bytes): %s", to, from, static_cast<long long>(bytes));
-  return 0;
-}
-
 int64_t chunk_bytes(int64_t bytes, int64_t slot) {
   const int64_t even = (bytes / kChunks + 511) / 512 * 512;
   return std::min(std::max(even, kLeastChunk), slot);
@@ -51,7 +43,7 @@ char* slot_of(const FoditLane& lane) {
 int fill(FoditLane& lane, void* stream, const char* from, int64_t bytes) {
   char* slot = slot_of(lane);
   if (fodit_wait(stream, lane.freed, lane.moved - lane.slots + 1) != 0) return 1;
-  if (copy(stream, slot, from, bytes) != 0) return 1;
+  if (fodit_copy(stream, slot, from, bytes) != 0) return 1;
   return fodit_write(stream, lane.filled, ++lane.moved);
 }
 
@@ -59,7 +51,7 @@ int fill(FoditLane& lane, void* stream, const char* from, int64_t bytes) {
 int drain(FoditLane& lane, void* stream, char* to, int64_t bytes) {
   char* slot = slot_of(lane);
   if (fodit_wait(stream, lane.filled, lane.moved + 1) != 0) return 1;
-  if (copy(stream, to, slot, bytes) != 0) return 1;
+  if (fodit_copy(stream, to, slot, bytes) != 0) return 1;
   return fodit_write(stream, lane.freed, ++lane.moved);
 }
 
@@ -86,8 +78,8 @@ int fodit_export(const void* device, uint8_t* handle, int64_t* offset) {
   if (range(&base, &size, address) != CUDA_SUCCESS) FAIL("fodit_export: %p is not device memory", device);
   cudaIpcMemHandle_t found;
   static_assert(sizeof(found) == FODIT_HANDLE_BYTES, "the interface has room for CUDA's handle");
-  CHECK(cudaIpcGetMemHandle(&found, reinterpret_cast<void*>(base)), "fodit_export: cudaIpcGetMemHandle(%p, not of expandable segments): %s",
-        reinterpret_cast<void*>(base));
+  CHECK(cudaIpcGetMemHandle(&found, reinterpret_cast<void*>(base)),
+        "fodit_export: cudaIpcGetMemHandle(%p, not of expandable segments): %s", reinterpret_cast<void*>(base));
   memcpy(handle, &found, sizeof(found));
   *offset = address - base;
   return 0;
@@ -107,7 +99,11 @@ int fodit_unimport(void* base) {
   return 0;
 }
 
-int fodit_copy(void* stream, void* to, const void* from, int64_t bytes) { return copy(stream, to, from, bytes); }
+int fodit_copy(void* stream, void* to, const void* from, int64_t bytes) {
+  CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream)),
+        "fodit_copy: cudaMemcpyAsync(%p, %p, %lld bytes): %s", to, from, static_cast<long long>(bytes));
+  return 0;
+}
 
 int fodit_write(void* stream, int32_t* counter, int32_t value) {
   static const auto write = fodit::driver_function<decltype(&cuStreamWriteValue32)>("cuStreamWriteValue32", 12000);

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from fodit.kernels.binding import Kernel, Library, load
+from fodit.kernels.binding import Kernel, load
 from fodit.kernels.gemm import DTYPES, kernels_for
 from fodit.kernels.selftest import failure
-from fodit.ops.connect import VARIABLE
+from fodit.ops.connect import direct_allowed, refusal
 from fodit.ops.peers import peer_allowed, reaches
 from fodit.report import versions
 from fodit.tune.profile import Profile
@@ -61,17 +61,14 @@ def _measured_machines(gpus: Sequence[str]) -> list[str]:
     return [found, *broken, *(f"measured: {machine}" for machine in machines)]
 
 
-def _exchanges(gpus: int, library: Library | str) -> str:
+def _exchanges(gpus: int) -> str:
     """How ranks on this host will send each other what is exchanged."""
     linked = peer_allowed() and all(reaches(one, other) for one in range(gpus) for other in range(gpus))
     peers = "peer access between the GPUs" if linked else "no peer access between the GPUs"
-    wanted = os.environ.get(VARIABLE, "")
-    if isinstance(library, str):
-        return f"{peers}; exchanges go through NCCL, because {library}"
-    if wanted == "nccl":
-        return f"{peers}; exchanges go through NCCL, because {VARIABLE}=nccl"
-    direct = linked and wanted != "staged"
-    return f"{peers}; exchanges go by copy engines, {'GPU to GPU' if direct else 'through host memory'}"
+    if (reason := refusal()) is not None:
+        return f"{peers}; exchanges go through NCCL, because {reason}"
+    way = "GPU to GPU" if linked and direct_allowed() else "through host memory"
+    return f"{peers}; exchanges go by copy engines, {way}"
 
 
 def doctor() -> str:
@@ -96,6 +93,6 @@ def doctor() -> str:
             lines += _wrong_kernels(kernels, torch.device("cuda", index))
     if count > 1:
         lines += _measured_machines([torch.cuda.get_device_name(index) for index in range(count)])
-        lines.append(_exchanges(count, found))
+        lines.append(_exchanges(count))
     lines += [f"warning: {text}" for text in harmful_environment()]
     return "\n".join(lines)

@@ -77,6 +77,19 @@ def connect(
     return found, notes
 
 
+def refusal() -> str | None:
+    """Why this process cannot exchange by copy engines, or None."""
+    library = load()
+    if os.environ.get(VARIABLE) == "nccl":
+        return f"{VARIABLE}=nccl"
+    return library if isinstance(library, str) else None
+
+
+def direct_allowed() -> bool:
+    """Whether it may do so from GPU to GPU."""
+    return os.environ.get(VARIABLE) != "staged" and peer_allowed()
+
+
 @dataclass(frozen=True)
 class _Offer:
     """What a rank says of itself.
@@ -96,11 +109,8 @@ class _Offer:
     @classmethod
     def of(cls, device: torch.device) -> "_Offer":
         host = socket.gethostname() + (BOOT.read_text().strip() if BOOT.is_file() else "")
-        wanted, library = os.environ.get(VARIABLE), load()
-        reason = f"{VARIABLE}=nccl" if wanted == "nccl" else library if isinstance(library, str) else None
-        allowed = wanted != "staged" and peer_allowed()
         others = {uuid_of(other): reaches(device, other) for other in range(torch.cuda.device_count())}
-        return cls(host, reason, uuid_of(device), others if allowed else None)
+        return cls(host, refusal(), uuid_of(device), others if direct_allowed() else None)
 
 
 class _Meeting:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fodit.agreement import everyone
+from fodit.ops.peers import uuid_of
 from fodit.parallel import initialise, rank_device, world_size
 from fodit.report import versions
 from fodit.tune.clock import Clock
@@ -75,7 +76,7 @@ class Setting:
         self.control = initialise(self.device, timeout_s=600)
         self.rank = dist.get_rank() if self.control is not None else 0
         self.ranks = dist.get_world_size() if self.control is not None else 1
-        self.gpus = len(set(everyone(self.control, str(torch.cuda.get_device_properties(self.device).uuid))))
+        self.gpus = len(set(everyone(self.control, uuid_of(self.device))))
         self._clock = Clock(self.device, self.control)
         self._context: Any = None
         self._commit = _commit()
