@@ -46,6 +46,8 @@ __device__ void store_tile(const FoditGemm& g, const FoditTile& tile, int warp_r
   Element* out = static_cast<Element*>(g.out) + tile.offset;
   const Element* bias = static_cast<const Element*>(g.bias[tile.weight]);
   const bool aligned = reinterpret_cast<uintptr_t>(out) % 16 == 0 && tile.ld % 8 == 0;
+  const Addends addends = {g.addend, g.addend_stride, g.addends};
+  const bool fits = loads_fit(addends);
 
 #pragma unroll
   for (int n = 0; n < S::MmasN; n += 4) {  // 32 columns
@@ -75,8 +77,10 @@ __device__ void store_tile(const FoditGemm& g, const FoditTile& tile, int warp_r
         }
         transpose_quad(v);
         if (row < tile.rows && col < tile.cols) {
-          Element* to = out + int64_t(row) * tile.ld + col;
-          store_eight(to, v, aligned && col + 8 <= tile.cols, tile.cols - col);
+          const int64_t at = int64_t(row) * tile.ld + col;
+          const bool whole = aligned && col + 8 <= tile.cols;
+          if (g.addends > 0) add_all<Element>(v, addends, tile.offset + at, whole && fits, tile.cols - col, nullptr);
+          store_eight(out + at, v, whole, tile.cols - col);
         }
       }
   }

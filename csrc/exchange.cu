@@ -19,6 +19,7 @@ namespace {
 // fastest, or within 3 %, among chunks of a quarter and an eighth, at least 256 KiB and 1 MiB, at most 4 and 8 MiB.
 constexpr int64_t kLeastChunk = 1 << 20;
 constexpr int64_t kChunks = 4;
+constexpr int kKnownHandles = 64;
 
 #define CHECK(call, ...)                                                                     \
   do {                                                                                       \
@@ -39,20 +40,76 @@ char* slot_of(const FoditLane& lane) {
   return static_cast<char*>(lane.ring) + lane.moved % lane.slots * lane.slot_bytes;
 }
 
+int copy(void* stream, void* to, const void* from, int64_t bytes) {
+  CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream)),
+        "fodit_push or fodit_stage: cudaMemcpyAsync(%p, %p, %lld bytes): %s", to, from, static_cast<long long>(bytes));
+  return 0;
+}
+
+// Sets the counter after the stream's copies.
+int write(void* stream, int32_t* counter, int32_t value) {
+  static const auto write = fodit::driver_function<decltype(&cuStreamWriteValue32)>("cuStreamWriteValue32", 12000);
+  if (write == nullptr) FAIL("fodit_push, fodit_grant or fodit_stage: cuStreamWriteValue32 is missing from the driver");
+  // The default flags put a barrier before the write: whoever sees the value sees what the stream did before.
+  const CUresult result = write(static_cast<CUstream>(stream), reinterpret_cast<CUdeviceptr>(counter),
+                                static_cast<cuuint32_t>(value), CU_STREAM_WRITE_VALUE_DEFAULT);
+  if (result != CUDA_SUCCESS) {
+    FAIL("fodit_push, fodit_grant or fodit_stage: cuStreamWriteValue32(counter %p, value %d) returned CUresult %d",
+         static_cast<const void*>(counter), value, int(result));
+  }
+  return 0;
+}
+
+// The handle of the allocation that a device address lies in, and the offset in it. CUDA is asked for few of them more
+// than once: that takes longer than the rest of an exchange.
+int locate(const void* device, FoditPost* post) {
+  struct Known {
+    unsigned long long allocation;  // its number in this process, which no other one will have
+    cudaIpcMemHandle_t handle;
+  };
+  static thread_local Known known[kKnownHandles];
+  static thread_local int count = 0;
+  static const auto attributes =
+      fodit::driver_function<decltype(&cuPointerGetAttributes)>("cuPointerGetAttributes", 12000);
+  static_assert(sizeof(cudaIpcMemHandle_t) == FODIT_HANDLE_BYTES, "the interface has room for CUDA's handle");
+  if (attributes == nullptr) FAIL("fodit_grant: cuPointerGetAttributes is missing from the driver");
+
+  CUdeviceptr base = 0;
+  unsigned long long allocation = 0;
+  CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_BUFFER_ID};
+  void* values[] = {&base, &allocation};
+  const auto address = reinterpret_cast<CUdeviceptr>(device);
+  if (attributes(2, names, values, address) != CUDA_SUCCESS || base == 0) {
+    FAIL("fodit_grant: %p is not device memory", device);
+  }
+  Known* const end = known + std::min(count, kKnownHandles);
+  Known* found = std::find_if(known, end, [&](const Known& one) { return one.allocation == allocation; });
+  if (found == end) {
+    cudaIpcMemHandle_t handle;
+    CHECK(cudaIpcGetMemHandle(&handle, reinterpret_cast<void*>(base)),
+          "fodit_grant: cudaIpcGetMemHandle(%p, not of expandable segments): %s", reinterpret_cast<void*>(base));
+    found = known + count++ % kKnownHandles;
+    *found = {allocation, handle};
+  }
+  memcpy(post->handle, &found->handle, sizeof(found->handle));
+  post->offset = address - base;
+  return 0;
+}
+
 // The next chunk of a message into a slot of the lane's ring, once the slot is free.
 int fill(FoditLane& lane, void* stream, const char* from, int64_t bytes) {
   char* slot = slot_of(lane);
   if (fodit_wait(stream, lane.freed, lane.moved - lane.slots + 1) != 0) return 1;
-  if (fodit_copy(stream, slot, from, bytes) != 0) return 1;
-  return fodit_write(stream, lane.filled, ++lane.moved);
+  if (copy(stream, slot, from, bytes) != 0) return 1;
+  return write(stream, lane.filled, ++lane.moved);
 }
 
 // The next chunk of a message out of a slot of the lane's ring, once it is there.
 int drain(FoditLane& lane, void* stream, char* to, int64_t bytes) {
   char* slot = slot_of(lane);
   if (fodit_wait(stream, lane.filled, lane.moved + 1) != 0) return 1;
-  if (fodit_copy(stream, to, slot, bytes) != 0) return 1;
-  return fodit_write(stream, lane.freed, ++lane.moved);
+  if (copy(stream, to, slot, bytes) != 0) return 1;
+  return write(stream, lane.freed, ++lane.moved);
 }
 
 }  // namespace
@@ -69,19 +126,12 @@ int fodit_host_unregister(void* host) {
   return 0;
 }
 
-int fodit_export(const void* device, uint8_t* handle, int64_t* offset) {
-  static const auto range = fodit::driver_function<decltype(&cuMemGetAddressRange)>("cuMemGetAddressRange", 12000);
-  if (range == nullptr) FAIL("fodit_export: cuMemGetAddressRange is missing from the driver");
-  CUdeviceptr base = 0;
-  size_t size = 0;
-  const auto address = reinterpret_cast<CUdeviceptr>(device);
-  if (range(&base, &size, address) != CUDA_SUCCESS) FAIL("fodit_export: %p is not device memory", device);
-  cudaIpcMemHandle_t found;
-  static_assert(sizeof(found) == FODIT_HANDLE_BYTES, "the interface has room for CUDA's handle");
-  CHECK(cudaIpcGetMemHandle(&found, reinterpret_cast<void*>(base)),
-        "fodit_export: cudaIpcGetMemHandle(%p, not of expandable segments): %s", reinterpret_cast<void*>(base));
-  memcpy(handle, &found, sizeof(found));
-  *offset = address - base;
+int fodit_grant(FoditPost* post, int64_t number, const void* device, void* stream, int32_t* freed) {
+  if (device != nullptr) {
+    if (locate(device, post) != 0) return 1;
+    if (write(stream, freed, static_cast<int32_t>(number)) != 0) return 1;
+  }
+  __atomic_store_n(&post->number, number, __ATOMIC_RELEASE);
   return 0;
 }
 
@@ -99,23 +149,11 @@ int fodit_unimport(void* base) {
   return 0;
 }
 
-int fodit_copy(void* stream, void* to, const void* from, int64_t bytes) {
-  CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream)),
-        "fodit_copy: cudaMemcpyAsync(%p, %p, %lld bytes): %s", to, from, static_cast<long long>(bytes));
-  return 0;
-}
-
-int fodit_write(void* stream, int32_t* counter, int32_t value) {
-  static const auto write = fodit::driver_function<decltype(&cuStreamWriteValue32)>("cuStreamWriteValue32", 12000);
-  if (write == nullptr) FAIL("fodit_write: cuStreamWriteValue32 is missing from the driver");
-  // The default flags put a barrier before the write: whoever sees the value sees what the stream did before.
-  const CUresult result = write(static_cast<CUstream>(stream), reinterpret_cast<CUdeviceptr>(counter),
-                                static_cast<cuuint32_t>(value), CU_STREAM_WRITE_VALUE_DEFAULT);
-  if (result != CUDA_SUCCESS) {
-    FAIL("fodit_write: cuStreamWriteValue32(counter %p, value %d) returned CUresult %d",
-         static_cast<const void*>(counter), value, int(result));
-  }
-  return 0;
+int fodit_push(void* stream, void* to, const void* from, int64_t bytes, int32_t* freed, int32_t* filled,
+               int64_t number) {
+  if (fodit_wait(stream, freed, static_cast<int32_t>(number)) != 0) return 1;
+  if (copy(stream, to, from, bytes) != 0) return 1;
+  return write(stream, filled, static_cast<int32_t>(number));
 }
 
 int fodit_stage(FoditLane* out, const void* from, int64_t from_bytes, FoditLane* in, void* to, int64_t to_bytes,
@@ -135,13 +173,6 @@ int fodit_stage(FoditLane* out, const void* from, int64_t from_bytes, FoditLane*
       come += bytes;
     }
   }
-  return 0;
-}
-
-int fodit_post(FoditPost* post, int64_t number, const uint8_t* handle, int64_t offset) {
-  memcpy(post->handle, handle, FODIT_HANDLE_BYTES);
-  post->offset = offset;
-  __atomic_store_n(&post->number, number, __ATOMIC_RELEASE);
   return 0;
 }
 

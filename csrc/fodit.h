@@ -1,6 +1,6 @@
 // The C interface of fodit's kernel library: plain C types, no torch, no libcuda and no NCCL at link time.
 //
-// One operation:  D = act(A @ W.T + bias), driven by a tile program. The program says in which order
+// One operation:  D = act(A @ W.T + bias) + addends, driven by a tile program. The program says in which order
 // output tiles are computed, where each is stored, and which counter rises when its stores are visible.
 // And what exchanges between the processes of one host are made of: copies and counters, in the order of streams.
 #pragma once
@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-#define FODIT_ABI 2
+#define FODIT_ABI 3
 #define FODIT_MAX_WEIGHTS 4
 #define FODIT_HANDLE_BYTES 64
 
@@ -50,6 +50,12 @@ typedef struct {
   // time need one each. Tiles then go to whichever thread block is free, in the order of the program. Null: they
   // are dealt out in turn, which is as fast where every block gets its SM at once. The Hopper family reads it.
   int32_t* ticket;
+  // Matrices that lie like `out`, `addend_stride` elements apart: what of each lies where a tile is stored is added to
+  // the rounded tile, all in fp32, and rounded again. None for 0.
+  const void* addend;
+  int64_t addend_stride;
+  int32_t addends;
+  int32_t unused;
 } FoditGemm;
 
 typedef struct {
@@ -81,22 +87,24 @@ const char* fodit_last_error(void);                     // of the calling thread
 const char* fodit_build_info(void);                     // architectures, nvcc version, CUTLASS version
 int fodit_kernels(FoditKernel* out, int32_t capacity);  // returns how many kernels the library has
 int fodit_gemm(const FoditGemm* args, void* stream);
+int fodit_stream_sms(void* stream, int32_t* sms);       // that its kernels can run on
 int fodit_wait(void* stream, const int32_t* counter, int32_t target);  // stream waits until *counter >= target
-int fodit_write(void* stream, int32_t* counter, int32_t value);        // *counter = value, after the stream's copies
-int fodit_copy(void* stream, void* to, const void* from, int64_t bytes);
 
 int fodit_host_register(void* host, int64_t bytes, void** device);  // pins host memory; its address for the GPU
 int fodit_host_unregister(void* host);
-int fodit_export(const void* device, uint8_t* handle, int64_t* offset);  // of the allocation that `device` lies in
-int fodit_import(const uint8_t* handle, void** base);                    // another process's allocation
+int fodit_import(const uint8_t* handle, void** base);  // another process's allocation
 int fodit_unimport(void* base);
 
 // A message to and one from another process, chunk by chunk through host memory, on two streams.
 int fodit_stage(FoditLane* out, const void* from, int64_t from_bytes, FoditLane* in, void* to, int64_t to_bytes,
                 void* sending, void* receiving);
 
-int fodit_post(FoditPost* post, int64_t number, const uint8_t* handle, int64_t offset);
-int fodit_collect(const FoditPost* post, int64_t number, double timeout_s, uint8_t* handle, int64_t* offset);  // waits
+// From GPU to GPU: says that message `number` may be stored at `device` once the stream is there (null: it is empty);
+// waits until another process has said so; and stores a message once the other stream was there.
+int fodit_grant(FoditPost* post, int64_t number, const void* device, void* stream, int32_t* freed);
+int fodit_collect(const FoditPost* post, int64_t number, double timeout_s, uint8_t* handle, int64_t* offset);
+int fodit_push(void* stream, void* to, const void* from, int64_t bytes, int32_t* freed, int32_t* filled,
+               int64_t number);
 
 #ifdef __cplusplus
 }

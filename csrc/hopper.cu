@@ -46,6 +46,7 @@ int launch(const FoditGemm& g, cudaStream_t stream, char* err, int errlen) {
     p.bias[i] = g.bias[i];
   }
   p.out = g.out;
+  p.addends = {g.addend, g.addend_stride, g.addends};
   p.program = g.program;
   p.counters = g.counters;
   p.ticket = g.ticket;
@@ -71,9 +72,10 @@ int launch(const FoditGemm& g, cudaStream_t stream, char* err, int errlen) {
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
+  const auto kernel = g.addends > 0 ? hopper_gemm<C, true> : hopper_gemm<C, false>;
   cudaError_t status =
-      cudaFuncSetAttribute(hopper_gemm<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<C>));
-  if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, hopper_gemm<C>, p);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<C>));
+  if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kernel, p);
   if (status == cudaSuccess) return 0;
   cudaGetLastError();
   return fail(err, errlen, "launching %u blocks of %d threads with %zu bytes of shared memory: %s", config.gridDim.x,

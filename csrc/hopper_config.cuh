@@ -23,6 +23,7 @@ struct Params {
   CUtensorMap a, w[FODIT_MAX_WEIGHTS];
   const void* bias[FODIT_MAX_WEIGHTS];
   void* out;
+  Addends addends;
   const FoditTile* program;
   int32_t* counters;
   int32_t* ticket;
@@ -57,6 +58,7 @@ struct Shared {
   alignas(1024) typename C::MmaElement w[C::Stages][C::TileN * kBlockK];
   alignas(16) float bias[kConsumers][2][C::TileN];  // double buffered, so that one barrier a tile is enough
   alignas(128) uint8_t staging[kConsumerWarps][kPartRows * 128];
+  alignas(128) uint4 fetched[kConsumerWarps][2][32];  // of the first addend, for the part that is stored next
   alignas(16) FoditTile ring[kSlots][C::Cluster];  // the tiles of the whole cluster, in both blocks
   alignas(8) uint64_t stage_full[C::Stages], stage_free[C::Stages];
   uint64_t slot_full[kSlots], slot_free[kSlots], stored[kSlots];

@@ -1,5 +1,6 @@
 // The Hopper family's epilogue: from accumulators to rounded registers, from there to memory.
 #pragma once
+#include <cute/arch/copy_sm80.hpp>
 #include <cute/arch/copy_sm90.hpp>
 
 #include "hopper_config.cuh"
@@ -24,8 +25,7 @@ __device__ __forceinline__ void pack_tile(uint32_t (&packed)[C::Packed], const A
 }
 
 // Stores the first `count` of eight elements where 16-byte stores do not fit; `pairs`: 4-byte stores do.
-__device__ __forceinline__ void store_some(uint16_t* to, uint4 v, int count, bool pairs) {
-  const uint32_t two[4] = {v.x, v.y, v.z, v.w};
+__device__ __forceinline__ void store_some(uint16_t* to, const uint32_t (&two)[4], int count, bool pairs) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (pairs && 2 * i + 1 < count) {
@@ -37,47 +37,82 @@ __device__ __forceinline__ void store_some(uint16_t* to, uint4 v, int count, boo
   }
 }
 
+// Where a thread's share of part `Part` of a tile lies: eight elements of a row, and those four rows below.
+template <class C, int Part>
+struct Share {
+  // wgmma leaves a warp 16 rows; their upper and lower eight alternate in `packed`.
+  static constexpr int kSquare = Part / 2, kLower = Part % 2;
+  static constexpr int kBlock = kSquare / (C::TileN / 64), kColumn = kSquare % (C::TileN / 64) * 64;
+  int row, chunk, rows, count;  // `rows`: below 1 there is nothing here, up to 4 only the first row; `count` of elements
+  int64_t first, ld;
+  bool whole, even;  // 16-byte accesses fit; 4-byte accesses do
+
+  __device__ __forceinline__ Share(const FoditTile& tile, const void* out, int group) {
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    row = lane / 8, chunk = lane % 8, ld = tile.ld;
+    const int column = kColumn + chunk * 8;
+    const int m = (kBlock * kConsumers + group) * 64 + warp * 16 + kLower * 8 + row;
+    rows = column < tile.cols ? tile.rows - m : 0;
+    count = tile.cols - column;
+    first = tile.offset + m * ld + column;
+    const int misaligned = (reinterpret_cast<uintptr_t>(out) / 2 | tile.offset | ld) & 7;
+    whole = misaligned == 0 && tile.cols % 8 == 0;
+    even = misaligned % 2 == 0;
+  }
+};
+
+// Starts to fetch what the first addend has for part `Part` of a tile. Every thread fetches for itself alone.
+template <class C, int Part>
+__device__ __forceinline__ void fetch_part(const FoditTile& tile, uint4* fetched, const void* out,
+                                           const Addends& addends, int group) {
+  const Share<C, Part> share(tile, out, group);
+  if (!share.whole || !loads_fit(addends)) return;
+  const auto* from = static_cast<const uint16_t*>(addends.first) + share.first;
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    if (i < share.rows) {
+      cute::SM80_CP_ASYNC_CACHEGLOBAL<uint4>::copy(*reinterpret_cast<const uint4*>(from + i * share.ld),
+                                                   fetched[i / 4 * 32]);
+    }
+  }
+}
+
 // Stores part `Part` of a tile: of each of the warpgroup's warps, 8 rows of 64 columns. They pass through shared
 // memory of the warp's own, so that whole 128-byte lines leave.
-template <class C, int Part>
+template <class C, bool Adds, int Part>
 __device__ __forceinline__ void store_part(const uint32_t (&packed)[C::Packed], const FoditTile& tile,
-                                           uint8_t* staging, void* out, int group) {
-  // wgmma leaves a warp 16 rows; their upper and lower eight alternate in `packed`.
-  constexpr int kSquare = Part / 2, kLower = Part % 2;
-  constexpr int kBlock = kSquare / (C::TileN / 64), kColumn = kSquare % (C::TileN / 64) * 64;
-  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+                                           uint8_t* staging, const uint4* fetched, void* out, const Addends& addends,
+                                           int group) {
+  const Share<C, Part> share(tile, out, group);
+  const int lane = threadIdx.x % 32;
 
   // A row of the staging area is eight chunks of 16 bytes, permuted by the row's number against bank conflicts.
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 8; i += 4) {
-    const uint32_t* v = packed + kSquare * 16 + i * 2 + kLower;
+    const uint32_t* v = packed + share.kSquare * 16 + i * 2 + share.kLower;
     uint8_t* to = staging + lane % 8 * 128 + ((i + lane / 8) ^ lane % 8) * 16;
     cute::SM90_U32x4_STSM_N::copy(v[0], v[2], v[4], v[6], *reinterpret_cast<cute::uint128_t*>(to));
   }
   __syncwarp();
 
-  const int row = lane / 8, chunk = lane % 8, column = kColumn + chunk * 8;
-  uint4 v[2];
+  if constexpr (Adds) cute::cp_async_wait<0>();
+  const bool fits = share.whole && loads_fit(addends);
+  uint16_t* to = static_cast<uint16_t*>(out) + share.first;
 #pragma unroll
   for (int i = 0; i < 8; i += 4) {
-    v[i / 4] = *reinterpret_cast<const uint4*>(staging + (i + row) * 128 + (chunk ^ (i + row)) * 16);
-  }
-
-  const int64_t ld = tile.ld, offset = tile.offset;
-  const int misaligned = (reinterpret_cast<uintptr_t>(out) / 2 | offset | ld) & 7;
-  const int m = (kBlock * kConsumers + group) * 64 + warp * 16 + kLower * 8 + row;
-  const int rows = column < tile.cols ? tile.rows - m : 0;
-  uint16_t* to = static_cast<uint16_t*>(out) + offset + m * ld + column;
-  if (misaligned == 0 && tile.cols % 8 == 0) {
-#pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-      if (i < rows) *reinterpret_cast<uint4*>(to + i * ld) = v[i / 4];
+    const int row = i + share.row;
+    const uint4 four = *reinterpret_cast<const uint4*>(staging + row * 128 + (share.chunk ^ row) * 16);
+    uint32_t v[4] = {four.x, four.y, four.z, four.w};
+    if (i >= share.rows) continue;
+    const int64_t below = i * share.ld;
+    if constexpr (Adds) {
+      add_all<typename C::Element>(v, addends, share.first + below, fits, share.count, fetched + i / 4 * 32);
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-      if (i < rows) store_some(to + i * ld, v[i / 4], tile.cols - column, misaligned % 2 == 0);
+    if (share.whole) {
+      *reinterpret_cast<uint4*>(to + below) = make_uint4(v[0], v[1], v[2], v[3]);
+    } else {
+      store_some(to + below, v, share.count, share.even);
     }
   }
 }

@@ -177,8 +177,9 @@ __device__ void run_signaler(Shared<C>& s, const Params& p, uint32_t rank) {
 }
 
 // One warpgroup. A tile's signal comes at most Parts x kStagesPerPart stages after its last product.
-template <class C>
-__device__ void run_consumer(Shared<C>& s, const Params& p, uint32_t rank, int group) {
+// Inlined by force: at a function's border wgmma would wait for all that is under way.
+template <class C, bool Adds>
+__device__ __forceinline__ void run_consumer(Shared<C>& s, const Params& p, uint32_t rank, int group) {
   using namespace cute;
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   Tensor a = make_tensor(make_smem_ptr(&s.a[0][0]), typename C::LayoutA{});
@@ -190,6 +191,7 @@ __device__ void run_consumer(Shared<C>& s, const Params& p, uint32_t rank, int g
   Tensor acc = partition_fragment_C(mma, Shape<Int<C::TileM>, Int<C::TileN>>{});
   uint32_t packed[C::Packed];
   uint8_t* staging = s.staging[4 * group + thread / 32];
+  uint4* fetched = &s.fetched[4 * group + thread / 32][0][lane];
 
   Cursor<C::Stages> stage;
   int reading = -1;  // the stage that the last finished products have read
@@ -220,7 +222,11 @@ __device__ void run_consumer(Shared<C>& s, const Params& p, uint32_t rank, int g
     for_each(make_int_sequence<C::Parts>{}, [&](auto part) {
       const int at = part * kStagesPerPart + group;
       if (k <= at && at < end) {
-        store_part<C, part>(packed, s.ring[slot][rank], staging, p.out, group);
+        const FoditTile& tile = s.ring[slot][rank];
+        store_part<C, Adds, part>(packed, tile, staging, fetched, p.out, p.addends, group);
+        if constexpr (Adds && part + 1 < C::Parts) {
+          fetch_part<C, part + 1>(tile, fetched, p.out, p.addends, group);
+        }
         if (part == C::Parts - 1) {
           arrive_at<C>(&s.slot_free[slot], 0);
           __syncwarp();
@@ -253,6 +259,7 @@ __device__ void run_consumer(Shared<C>& s, const Params& p, uint32_t rank, int g
       retire();
     }
     if (pending) store_behind(p.k_blocks, INT_MAX, slot.index ^ 1);
+    if constexpr (Adds) fetch_part<C, 0>(tile, fetched, p.out, p.addends, group);
     warpgroup_wait<0>();
     warpgroup_fence_operand(acc);
     release_stage();
@@ -298,7 +305,8 @@ __device__ __forceinline__ void sync_cluster() {
   }
 }
 
-template <class C>
+// Adding is a kernel of its own: it takes registers that the other one has no use for, and that it would miss.
+template <class C, bool Adds>
 __global__ void __launch_bounds__(kThreads, 1) hopper_gemm(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   Shared<C>& s = *reinterpret_cast<Shared<C>*>(shared_bytes);
@@ -315,7 +323,7 @@ __global__ void __launch_bounds__(kThreads, 1) hopper_gemm(const __grid_constant
     if (warp == 2 && elected) run_signaler<C>(s, p, rank);
   } else {
     cutlass::arch::warpgroup_reg_alloc<232>();
-    run_consumer<C>(s, p, rank, warp / 4 - 1);
+    run_consumer<C, Adds>(s, p, rank, warp / 4 - 1);
   }
   __syncwarp();
   sync_cluster<C>();  // the other block may still arrive at this one's barriers

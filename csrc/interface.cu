@@ -78,6 +78,9 @@ int check_arguments(const FoditGemm& g) {
       FAIL("fodit_gemm: W[%d] is at %p; it must be 16-byte aligned", i, g.w[i]);
     }
   }
+  if (g.addends < 0 || (g.addends > 0 && g.addend == nullptr)) {
+    FAIL("fodit_gemm: %d addends at %p; give none, or where they are", g.addends, g.addend);
+  }
   if (g.tiles < 0 || g.sms < 0) FAIL("fodit_gemm: tiles = %d, sms = %d; neither can be negative", g.tiles, g.sms);
   if (g.tiles > 0 && (g.out == nullptr || !aligned16(g.program) || g.program == nullptr)) {
     FAIL("fodit_gemm: out is at %p, the program at %p; both are needed, the program 16-byte aligned", g.out,
@@ -141,6 +144,12 @@ int fodit_gemm(const FoditGemm* args, void* stream) {
     index -= family.count;
   }
   FAIL("fodit_gemm: there is no kernel %d, the library has %d", args->kernel, fodit_kernels(nullptr, 0));
+}
+
+int fodit_stream_sms(void* stream, int32_t* sms) {
+  *sms = fodit::stream_sms(static_cast<cudaStream_t>(stream));
+  if (*sms == 0) FAIL("fodit_stream_sms: there is no CUDA device");
+  return 0;
 }
 
 int fodit_wait(void* stream, const int32_t* counter, int32_t target) {

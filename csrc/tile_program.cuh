@@ -75,4 +75,63 @@ __device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+template <class Element>
+__device__ __forceinline__ float2 unpack2(uint32_t pair);
+
+template <>
+__device__ __forceinline__ float2 unpack2<__nv_bfloat16>(uint32_t pair) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+}
+
+template <>
+__device__ __forceinline__ float2 unpack2<__half>(uint32_t pair) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+// The matrices that are added to what is stored; see FoditGemm.
+struct Addends {
+  const void* first;
+  int64_t stride;
+  int count;
+};
+
+// Whether 16-byte loads fit where 16-byte stores do.
+__device__ __forceinline__ bool loads_fit(const Addends& addends) {
+  return (reinterpret_cast<uintptr_t>(addends.first) / 2 | addends.stride) % 8 == 0;
+}
+
+// Adds to eight neighbouring elements what every matrix has there; only the first `count` of them exist. `whole`: there
+// are eight, and 16-byte loads fit. `fetched`: where those of the first matrix lie already, or null.
+template <class Element>
+__device__ __forceinline__ void add_all(uint32_t (&v)[4], const Addends& addends, int64_t offset, bool whole,
+                                        int count, const uint4* fetched) {
+  float sum[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack2<Element>(v[i]);
+    sum[2 * i] = pair.x, sum[2 * i + 1] = pair.y;
+  }
+  const Element* from = static_cast<const Element*>(addends.first) + offset;
+#pragma unroll 1
+  for (int left = addends.count; left > 0; --left, from += addends.stride) {
+    if (whole) {
+      const uint4 x = fetched != nullptr ? *fetched : __ldcs(reinterpret_cast<const uint4*>(from));
+      fetched = nullptr;
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack2<Element>(words[i]);
+        sum[2 * i] += pair.x, sum[2 * i + 1] += pair.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (i < count) sum[i] += to_float(from[i]);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = pack2<Element>(sum[2 * i], sum[2 * i + 1]);
+}
+
 }  // namespace fodit

@@ -38,13 +38,15 @@ class Timeline:
         self.enabled = enabled
         self._steps: list[_Open] = []
 
-    def mark(self) -> Any:
-        """Now, on the current stream of the device."""
+    def mark(self, stream: torch.cuda.Stream | None = None) -> Any:
+        """Now, on a stream; without one on the current stream of the device."""
         if not self.enabled:
             return None
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.device))  # a thread's current device may be another one
+            event.record(
+                stream or torch.cuda.current_stream(self.device.index)
+            )  # a thread's current device may be another
             return event
         return time.perf_counter()
 

@@ -5,6 +5,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -86,12 +87,13 @@ def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     while True:
         rank, count, port, function, args = pipe.recv()
-        enter_rank(rank, count, port, torch.cuda.device_count())
-        try:
-            outcome = (True, function(*args))
-        except Exception:  # noqa: BLE001 - the parent judges it
-            outcome = (False, traceback.format_exc())
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        with patch.dict(os.environ):  # what a function sets there is gone with it
+            enter_rank(rank, count, port, torch.cuda.device_count())
+            try:
+                outcome = (True, function(*args))
+            except Exception:  # noqa: BLE001 - the parent judges it
+                outcome = (False, traceback.format_exc())
+            finally:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
         pipe.send(outcome)

@@ -28,9 +28,6 @@ class Library:
     def host_unregister(self, address):
         pass
 
-    def export(self, address):
-        return (address // 4096 % 7).to_bytes(HANDLE_BYTES, "little"), address
-
     def open(self, handle):
         return 0
 
@@ -44,12 +41,17 @@ class Library:
     def write(self, stream, counter, value):
         ctypes.c_int32.from_address(counter).value = value
 
-    def copy(self, stream, to, source, size):
-        ctypes.memmove(to, source, size)
+    def grant(self, post, number, address, stream, freed):
+        one = Post.from_address(post)
+        if address is not None:
+            one.handle[:], one.offset = (address // 4096 % 7).to_bytes(HANDLE_BYTES, "little"), address
+            self.write(stream, freed, number)
+        one.number = number
 
-    def post(self, address, number, handle, offset):
-        one = Post.from_address(address)
-        one.handle[:], one.offset, one.number = handle, offset, number
+    def push(self, stream, to, source, size, freed, filled, number):
+        self.wait(stream, freed, number)
+        ctypes.memmove(to, source, size)
+        self.write(stream, filled, number)
 
     def collect(self, address, number, timeout_s):
         one = Post.from_address(address)

@@ -23,7 +23,7 @@ KERNELS = (
 )
 
 
-def play(a, weights, biases, out, program, counters, kernel, act, sms):
+def play(a, weights, biases, out, program, counters, kernel, act, sms, addends):
     """What the kernel does, after its description in csrc/fodit.h."""
     for row in program.tolist():
         tile = dict(zip(TILE_FIELDS, row, strict=False))
@@ -34,7 +34,9 @@ def play(a, weights, biases, out, program, counters, kernel, act, sms):
         if act == gemm.ACTIVATIONS["gelu-tanh"]:
             product = F.gelu(product, approximate="tanh")
         offset = (tile["offset_high"] << 32) + (tile["offset_low"] & 0xFFFFFFFF)
-        out.as_strided(product.shape, (tile["ld"], 1), offset).copy_(product)
+        for one in addends if addends is not None else ():
+            product += one.as_strided(product.shape, (tile["ld"], 1), one.storage_offset() + offset)
+        out.as_strided(product.shape, (tile["ld"], 1), out.storage_offset() + offset).copy_(product)
         if tile["slab"] >= 0:
             counters[tile["slab"]] += 1
 
@@ -44,18 +46,18 @@ def played_kernels(broken=()):
     """Kernels that run on the CPU; yields the names of those that ran. A broken one forgets its first tile."""
     runs = []
 
-    def count(a, weights, biases, out, program, counters, kernel, act, sms):
+    def count(a, weights, biases, out, program, counters, kernel, act, sms, addends):
         runs.append(KERNELS[kernel].name)
         if kernel in broken:
             counters[0] += 1
             program = program[1:]
-        play(a, weights, biases, out, program, counters, kernel, act, sms)
+        play(a, weights, biases, out, program, counters, kernel, act, sms, addends)
 
     executor.choose_kernel.cache_clear()
     failure.cache_clear()
     with (
         patch.object(gemm, "kernels_for", lambda _: KERNELS),
-        patch.object(gemm, "signaling_gemm", count),
+        patch.object(gemm, "launch", count),
         patch.dict(gemm.DTYPES, {torch.float32: 2}),
     ):
         yield runs
@@ -78,6 +80,13 @@ def test_reducing_products(pool, ranks):
     for rows, k, width, slabs in [(64, 16, 24, 4), (129, 8, 72, 3), (511, 24, 5, None)]:
         for error, runs in pool.run(ranks, played_reduce, rows, k, width, slabs, True, torch.float32):
             assert max(error) < 1e-5 and len(runs) in (3, 4), "each kernel that is used was tested first"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_by_exchanges(pool, ranks):
+    for rows, k, width, slabs in [(64, 16, 24, 4), (129, 8, 72, (3, 1)), (1, 24, 5, 2)]:
+        for error, _ in pool.run(ranks, played_reduce, rows, k, width, slabs, True, torch.float32, True):
+            assert max(error) < 1e-5
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -117,7 +126,7 @@ def test_a_plan_that_was_chosen(answer, ran, sms):
     taken = []
     with (
         played_kernels() as runs,
-        patch.object(executor, "CudaExecutor", lambda *given: taken.append(given[-1]) or CudaExecutor(*given)),
+        patch.object(executor, "CudaExecutor", lambda *given: taken.append(given[-2]) or CudaExecutor(*given)),
     ):
         assert torch.allclose(gemm_all_reduce(a, weight, comm=comm), a @ weight.t(), atol=1e-4)
     assert runs == ran and taken == ([] if sms is None else [sms])

@@ -89,7 +89,12 @@ def test_posts_reach_who_collects_them(library):
     address = ctypes.addressof(post)
     assert library.collect(address, 1, 0.01) is None
     handle = bytes(range(HANDLE_BYTES))
-    threading.Timer(0.05, library.post, (address, 1, handle, 1 << 40)).start()
+
+    def say() -> None:
+        post.handle[:], post.offset = handle, 1 << 40
+        post.number = 1
+
+    threading.Timer(0.05, say).start()
     assert library.collect(address, 1, 10.0) == (handle, 1 << 40)
     assert library.collect(address, 2, 0.01) is None
 
@@ -99,10 +104,9 @@ def test_posts_reach_who_collects_them(library):
     "name, arguments",
     [
         ("host_register", (4096, 4096)),
-        ("export", (4096,)),
+        ("grant", (0, 1, 4096, 0, 4096)),
         ("open", (bytes(HANDLE_BYTES),)),
-        ("copy", (0, 4096, 8192, 16)),
-        ("write", (0, 4096, 1)),
+        ("push", (0, 4096, 8192, 16, 4096, 4096, 1)),
     ],
 )
 def test_exchanges_without_a_gpu_are_refused(library, name, arguments):

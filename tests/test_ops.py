@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fodit.ops import Communicator, all_to_all_products, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
 from fodit.parallel import initialise
-from fodit.plan import UlyssesLayout, all_reduce_plan, reduce_scatter_plan, split_ranges
+from fodit.plan import UlyssesLayout, all_reduce_plan, reduce_scatter_plan, split_ranges, sum_plan
 from fodit.timeline import Timeline
 
 CPU = torch.device("cpu")
@@ -76,12 +76,15 @@ def parts(rows, k, width, ranks, dtype=torch.float32):
     return [draw(rows, k) for _ in range(ranks)], [draw(width, k) for _ in range(ranks)], draw(width)
 
 
-def reduce_case(rows, k, width, slabs, overlap, dtype):
+def reduce_case(rows, k, width, slabs, overlap, dtype, exchanges=False):
     comm = communicator(overlap)
     a, weight, bias = parts(rows, k, width, comm.size, dtype)
     wanted = sum(x.double() @ w.double().t() for x, w in zip(a, weight, strict=True)) + bias.double()
     plans = (None, None)
-    if slabs is not None:
+    if exchanges:
+        sizes = (rows, width, comm.size, comm.rank, slabs)
+        plans = tuple(sum_plan(op, *sizes) for op in ("all_reduce", "reduce_scatter"))
+    elif slabs is not None:
         plans = (
             all_reduce_plan(rows, width, comm.size, slabs),
             reduce_scatter_plan(rows, width, comm.size, min(slabs, -(-rows // comm.size))),
@@ -90,8 +93,8 @@ def reduce_case(rows, k, width, slabs, overlap, dtype):
     mine = gemm_reduce_scatter(a[comm.rank], weight[comm.rank], bias, comm=comm, plan=plans[1])
     start, stop = split_ranges(rows, comm.size)[comm.rank]
     assert mine.shape == (stop - start, width)
-    scale = wanted.abs().max()
-    return float((reduced - wanted).abs().max() / scale), float((mine - wanted[start:stop]).abs().max() / scale)
+    differences = (reduced - wanted).abs(), (mine - wanted[start:stop]).abs()
+    return [float(one.max() / wanted.abs().max()) if one.numel() else 0.0 for one in differences]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -102,6 +105,24 @@ def test_reducing_products(pool, ranks):
                 assert max(error) < 1e-5
     for error in pool.run(ranks, reduce_case, 130, 32, 40, 3, True, torch.bfloat16):
         assert max(error) < 2e-2
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_by_exchanges(pool, ranks, way):
+    for rows, k, width, slabs in [(64, 16, 24, 4), (129, 8, 72, (3, 1)), (511, 24, 5, 2), (2, 8, 8, 1), (1, 8, 8, 3)]:
+        for overlap in (True, False):
+            for error in pool.run(ranks, way, reduce_case, rows, k, width, slabs, overlap, torch.float32, True):
+                assert max(error) < 1e-5
+    for error in pool.run(ranks, way, reduce_case, 130, 32, 40, 3, True, torch.bfloat16, True):
+        assert max(error) < 2e-2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_copy_engines_sum_by_exchanges(pool, ranks):
+    for rows in (700, 300, 5):
+        for error in pool.run(ranks, by_copies, reduce_case, rows, 8, 16, None, True, torch.float32):
+            assert max(error) < 1e-5
 
 
 def exchange_case(tokens, batch, heads, dim, groups, act, as_products):

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-ABI = 2
+ABI = 3
 MAX_WEIGHTS = 4
 HANDLE_BYTES = 64
 FILE = "libfodit_kernels.so"
@@ -33,7 +33,9 @@ class Gemm(ctypes.Structure):
         ("a", _pointer),
         ("w", _pointer * MAX_WEIGHTS),
         ("bias", _pointer * MAX_WEIGHTS),
-        *((name, _pointer) for name in ("out", "program", "counters", "ticket")),
+        *((name, _pointer) for name in ("out", "program", "counters", "ticket", "addend")),
+        ("addend_stride", _long),
+        *((name, _int) for name in ("addends", "unused")),
     ]
 
 
@@ -66,17 +68,16 @@ class Post(ctypes.Structure):
 # Arguments of the library's functions that return 0, or not and leave a message.
 SIGNATURES: dict[str, list[Any]] = {
     "gemm": [ctypes.POINTER(Gemm), _pointer],
+    "stream_sms": [_pointer, ctypes.POINTER(_int)],
     "wait": [_pointer, _pointer, _int],
-    "write": [_pointer, _pointer, _int],
-    "copy": [_pointer, _pointer, _pointer, _long],
     "host_register": [_pointer, _long, ctypes.POINTER(_pointer)],
     "host_unregister": [_pointer],
-    "export": [_pointer, _pointer, ctypes.POINTER(_long)],
     "import": [_pointer, ctypes.POINTER(_pointer)],
     "unimport": [_pointer],
     "stage": [ctypes.POINTER(Lane), _pointer, _long, ctypes.POINTER(Lane), _pointer, _long, _pointer, _pointer],
-    "post": [ctypes.POINTER(Post), _long, _pointer, _long],
-    "collect": [ctypes.POINTER(Post), _long, ctypes.c_double, _pointer, ctypes.POINTER(_long)],
+    "grant": [_pointer, _long, _pointer, _pointer, _pointer],
+    "collect": [_pointer, _long, ctypes.c_double, _pointer, ctypes.POINTER(_long)],
+    "push": [_pointer, _pointer, _pointer, _long, _pointer, _pointer, _long],
 }
 
 
@@ -135,8 +136,9 @@ class Library:
         self._lib.fodit_build_info.restype = ctypes.c_char_p
         if self._lib.fodit_abi() != ABI:
             raise KernelError(f"{path} has interface {self._lib.fodit_abi()}, fodit needs {ABI}: build it again")
+        self._functions = {name: getattr(self._lib, f"fodit_{name}") for name in SIGNATURES}
         for name, arguments in SIGNATURES.items():
-            getattr(self._lib, f"fodit_{name}").argtypes = arguments
+            self._functions[name].argtypes = arguments
         count = self._lib.fodit_kernels(None, 0)
         found = (_Kernel * count)()
         self._lib.fodit_kernels(found, count)
@@ -174,17 +176,15 @@ class Library:
         """Enqueue a product on a stream (its cudaStream_t)."""
         self._call("gemm", ctypes.byref(arguments), stream)
 
+    def stream_sms(self, stream: int) -> int:
+        """SMs that a stream's kernels can run on; fewer than the device has in a green context."""
+        found = _int()
+        self._call("stream_sms", stream, ctypes.byref(found))
+        return found.value
+
     def wait(self, stream: int, counter: int, target: int) -> None:
         """Let a stream wait until the counter at this device address is at least `target`. Takes no SM."""
         self._call("wait", stream, counter, target)
-
-    def write(self, stream: int, counter: int, value: int) -> None:
-        """Set the counter at this device address when a stream has done what was enqueued before."""
-        self._call("write", stream, counter, value)
-
-    def copy(self, stream: int, to: int, source: int, size: int) -> None:
-        """Copy bytes between any addresses that the current device can reach."""
-        self._call("copy", stream, to, source, size)
 
     def host_register(self, address: int, size: int) -> int:
         """Pin host memory. Its address for the current device."""
@@ -194,12 +194,6 @@ class Library:
 
     def host_unregister(self, address: int) -> None:
         self._call("host_unregister", address)
-
-    def export(self, address: int) -> tuple[bytes, int]:
-        """The handle of the allocation that a device address lies in, for other processes, and the offset in it."""
-        handle, offset = ctypes.create_string_buffer(HANDLE_BYTES), _long()
-        self._call("export", address, handle, ctypes.byref(offset))
-        return handle.raw, offset.value
 
     def open(self, handle: bytes) -> int:
         """Map another process's allocation; where it begins for the current device."""
@@ -218,19 +212,24 @@ class Library:
         lanes = ctypes.byref(out), ctypes.byref(into)
         self._call("stage", lanes[0], source, out_bytes, lanes[1], to, in_bytes, sending, receiving)
 
-    def post(self, address: int, number: int, handle: bytes, offset: int) -> None:
-        """Say in the `Post` at this host address where message `number` may be stored."""
-        self._call("post", ctypes.cast(address, ctypes.POINTER(Post)), number, handle, offset)
+    def grant(self, post: int, number: int, address: int | None, stream: int, freed: int) -> None:
+        """Say in the `Post` at this host address, and in the counter `freed` once the stream is there, that message
+        `number` may be stored at this device address; None for an empty message."""
+        self._call("grant", post, number, address, stream, freed)
 
-    def collect(self, address: int, number: int, timeout_s: float) -> tuple[bytes, int] | None:
-        """The handle and the offset of the post of message `number`, or None if it does not come in time."""
+    def collect(self, post: int, number: int, timeout_s: float) -> tuple[bytes, int] | None:
+        """The handle of an allocation and the offset in it that the `Post` at this host address says for message
+        `number`, or None if it does not say so in time."""
         handle, offset = ctypes.create_string_buffer(HANDLE_BYTES), _long()
-        post = ctypes.cast(address, ctypes.POINTER(Post))
-        there = self._lib.fodit_collect(post, number, timeout_s, handle, ctypes.byref(offset)) == 0
+        there = self._functions["collect"](post, number, timeout_s, handle, ctypes.byref(offset)) == 0
         return (handle.raw, offset.value) if there else None
 
+    def push(self, stream: int, to: int, source: int, size: int, freed: int, filled: int, number: int) -> None:
+        """Copy message `number` into another process's memory when `freed` says so, then say so in `filled`."""
+        self._call("push", stream, to, source, size, freed, filled, number)
+
     def _call(self, name: str, *arguments: Any) -> None:
-        if getattr(self._lib, f"fodit_{name}")(*arguments) != 0:
+        if self._functions[name](*arguments) != 0:
             raise KernelError(self._lib.fodit_last_error().decode())
 
 

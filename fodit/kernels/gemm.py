@@ -24,8 +24,9 @@ def signaling_gemm(
     kernel: int,
     act: int,
     sms: int,
+    addends: torch.Tensor | None = None,
 ) -> None:
-    """`out[...] = act(a @ weight.T + bias)`, tile by tile as the program says, on the current stream.
+    """`out[...] = act(a @ weight.T + bias) + sum(addends)`, tile by tile as the program says, on the current stream.
 
     `counters[s]` rises by one for every tile of slab s, after the tile's stores are visible to other streams. The
     kernel waits for nothing but its own operands: whatever waits for it cannot make it wait.
@@ -40,27 +41,48 @@ def signaling_gemm(
         kernel: index into the library's kernels.
         act: 0 none, 1 gelu-tanh.
         sms: at most this many SMs; 0 takes all of the stream's.
+        addends: [count, elements], each row laid out like `out`; the rounded product and they are added in fp32.
 
     Raises:
         KernelError: with the call's name and arguments.
     """
+    launch(a, weights, biases, out, program, counters, kernel, act, sms, addends)
+
+
+@signaling_gemm.register_fake
+def _(a, weights, biases, out, program, counters, kernel, act, sms, addends=None) -> None:  # type: ignore[no-untyped-def]
+    return None
+
+
+def launch(
+    a: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    out: torch.Tensor,
+    program: torch.Tensor,
+    counters: torch.Tensor,
+    kernel: int,
+    act: int,
+    sms: int,
+    addends: torch.Tensor | None = None,
+) -> None:
+    """`signaling_gemm` without torch's dispatcher, which takes the host longer than all the rest."""
     arguments = Gemm(abi=ABI, dtype=DTYPES[a.dtype], act=act, kernel=kernel, sms=sms, tiles=program.shape[0])
     arguments.m, arguments.k, arguments.lda = a.shape[0], a.shape[1], a.stride(0)
     arguments.a, arguments.out, arguments.program = a.data_ptr(), out.data_ptr(), program.data_ptr()
     arguments.counters = counters.data_ptr()
     arguments.ticket = counters.data_ptr() + 4 * (counters.numel() - 1)
+    if addends is not None:
+        arguments.addend, arguments.addend_stride = addends.data_ptr(), addends.stride(0)
+        arguments.addends = addends.shape[0]
     arguments.weights = len(weights)
     for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         arguments.n[index], arguments.ldw[index] = weight.shape[0], weight.stride(0)
         arguments.w[index] = weight.data_ptr()
         arguments.bias[index] = bias.data_ptr() if bias is not None else None
-    with torch.cuda.device(a.device):  # the library launches on the current device
-        binding().gemm(arguments, torch.cuda.current_stream().cuda_stream)
-
-
-@signaling_gemm.register_fake
-def _(a, weights, biases, out, program, counters, kernel, act, sms) -> None:  # type: ignore[no-untyped-def]
-    return None
+    index = a.get_device()
+    with torch.cuda.device(index):  # the library launches on the current device
+        binding().gemm(arguments, torch.cuda.current_stream(index).cuda_stream)
 
 
 def binding() -> Library:

@@ -30,9 +30,10 @@ def failure(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | N
     a, weights = draw(plan.rows, 136), [draw(width, 136) for width in plan.widths]
     biases = [draw(plan.widths[0]), None, draw(plan.widths[2])]
     out = torch.full((plan.size,), torch.nan, device=device, dtype=dtype)
+    addends = draw(2, plan.size)
     counters = torch.zeros(len(plan.slabs) + 1, dtype=torch.int32, device=device)
     try:
-        gemm.signaling_gemm(a, weights, biases, out, table, counters, kernel.index, 0, 0)
+        gemm.launch(a, weights, biases, out, table, counters, kernel.index, 0, 0, addends)
     except KernelError as error:
         return str(error)
     if tuple(counters.tolist()[:-1]) != tiles:
@@ -45,6 +46,8 @@ def failure(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | N
             weights[one.weight][one.col_start : one.col_stop].float(),
             None if bias is None else bias[one.col_start : one.col_stop].float(),
         )
+        for added in addends.float():
+            wanted += added.as_strided(wanted.shape, (one.ld, 1), added.storage_offset() + one.offset)
         got = out.as_strided(wanted.shape, (one.ld, 1), one.offset).float()
         worst = max(worst, float(((got - wanted).abs().max() / wanted.abs().max()).nan_to_num(torch.inf)))
     return None if worst < WORST_ERROR else f"its result is off by {worst:.2g} of the largest element in a test"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fodit.kernels.binding import Library, load
 from fodit.ops.copies import Copies
 from fodit.ops.planning import Planner
 from fodit.ops.ready import Ready, StreamReached
@@ -81,18 +82,36 @@ class Communicator:
         self.timeline = timeline or Timeline(device, enabled=False)
         self.overlap = overlap
         use_stream = device.type == "cuda" and self.size > 1
-        self.compute_sms = torch.cuda.get_device_properties(device).multi_processor_count if use_stream else 0
+        self._sms = torch.cuda.get_device_properties(device).multi_processor_count if use_stream else 0
+        self.compute_sms = self._sms
         self.copies: Copies | None = None
         self.notes: tuple[str, ...] = ()
         self.planner: Planner | None = None
         self.fallbacks: set[str] = set()
         self.stream = torch.cuda.Stream(device, priority=-1) if use_stream else None
+        self._second: torch.cuda.Stream | None = None
 
     def gemm_sms(self, op: str) -> int:
         """SMs that a product beside its collectives may take if nobody plans it; 0 takes all."""
-        if self.stream is None or (op == "all_to_all" and self.uses_copies):
+        if self.stream is None or (self.uses_copies and op not in ("all_reduce", "reduce_scatter")):
             return 0
         return sms_beside_nccl(self.device)
+
+    @property
+    def second_stream(self) -> torch.cuda.Stream | None:
+        """A stream for products that take the SMs that those of the current stream leave at their end.
+
+        None without a GPU, and where the current stream is confined to some SMs, which this one would not be.
+        """
+        if self.device.type != "cuda" or self.stream is None:
+            return None
+        library = load()
+        current = torch.cuda.current_stream(self.device.index)
+        if not isinstance(library, Library) or library.stream_sms(current.cuda_stream) < self._sms:
+            return None
+        if self._second is None:
+            self._second = torch.cuda.Stream(self.device)
+        return self._second
 
     def empty(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """A flat buffer of `count` elements of `like`'s type that exchanges may receive into."""
@@ -176,8 +195,13 @@ class Communicator:
         Parts from and for this rank itself may be there on either side: they are neither read nor written. What is
         received into comes from `empty`.
         """
-        targets = self._without_own(received.split(list(recv_sizes)))
-        sources = self._without_own(sent.split(list(send_sizes)))
+        return self.exchange(received.split(list(recv_sizes)), sent.split(list(send_sizes)), ready)
+
+    def exchange(
+        self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], ready: Ready | None = None
+    ) -> Pending:
+        """Start to exchange contiguous tensors, one from and one for each rank; else as `all_to_all`."""
+        targets, sources = self._without_own(received), self._without_own(sent)
         if self._copies is not None:
             return self._copy(targets, sources, ready)
         if self.device.type == "cuda":

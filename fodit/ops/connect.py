@@ -39,7 +39,16 @@ def connected(
     if comm.stream is not None and group is not None and control is not None:
         comm.copies, notes = connect(group, device, control, timeout_s)
         comm.notes = tuple(notes)
+        if comm.copies is not None:
+            _connect_nccl(group, device)
     return comm
+
+
+def _connect_nccl(group: dist.ProcessGroup, device: torch.device) -> None:
+    """NCCL connects ranks when they first need it. While a graph is captured they cannot, and then NCCL exchanges."""
+    numbers = torch.zeros(dist.get_world_size(group), device=device)
+    dist.all_reduce(numbers, group=group)
+    dist.all_to_all_single(torch.empty_like(numbers), numbers, group=group)
 
 
 def connect(

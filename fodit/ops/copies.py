@@ -19,7 +19,7 @@ from functools import cache
 
 import torch
 
-from fodit.kernels.binding import HANDLE_BYTES, Lane, Library, Post
+from fodit.kernels.binding import Lane, Library, Post
 from fodit.ops.host_memory import PinnedMapping, whole_pages
 from fodit.ops.ready import Ready
 from fodit.timeline import COMMUNICATION, Timeline
@@ -33,7 +33,6 @@ RELEASED = 1 << 30  # a counter's value where nothing is waited for any more
 ASK_S = 0.2  # between two looks at whether Python was interrupted
 GIVE_UP_S = 10.0
 Place = tuple[int, int]  # address on a device, and bytes
-NOWHERE = bytes(HANDLE_BYTES), 0  # the post of an empty message
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Copies:
         timeout_s: float,
     ) -> None:
         self._library, self.device, self.direct, self.timeout_s = library, device, direct, timeout_s
-        self._outward, self._inward = outward, inward
+        self._outward, self._inward, self._index = outward, inward, device.index
         ranks = len(outward) + 1
         # In every turn each rank sends to one other and receives from one other.
         self._turns = [((rank + turn) % ranks, (rank - turn) % ranks) for turn in range(1, ranks)]
@@ -193,24 +192,22 @@ class Copies:
         sources, targets = _places(sent), _places(received)
         self.check()
         streams = (self.sending, self.receiving)
-        with torch.cuda.device(self.device):
-            begins = []
-            for stream in streams:
-                ready.hold(stream)
-                with torch.cuda.stream(stream):
-                    begins.append(timeline.mark())
+        with torch.cuda.device(self._index):
+            ready.hold(self.sending)
+            begin = timeline.mark(self.sending)
             if self.direct:
                 self._push(sources, targets, ready)
             else:
+                ready.hold(self.receiving)  # before, what is written may still be read
                 self._stage(sources, targets)
-            for stream, begin in zip(streams, begins, strict=True):
-                with torch.cuda.stream(stream):
-                    timeline.add(COMMUNICATION, begin, timeline.mark())
+            for stream in streams:
+                timeline.add(COMMUNICATION, begin, timeline.mark(stream))
             ends = [_end_of(stream) for stream in streams]
 
         def finish() -> None:
+            current = torch.cuda.current_stream(self._index)
             for end in ends:
-                torch.cuda.current_stream(self.device).wait_event(end)
+                current.wait_event(end)
 
         return finish
 
@@ -220,7 +217,7 @@ class Copies:
             raise ConnectionError("the connection to another rank was lost: it gave up its exchanges")
 
     def _stage(self, sources: list[Place], targets: list[Place]) -> None:
-        """Through host memory. Both streams are held until `ready`; before, what is written may still be read."""
+        """Through host memory."""
         streams = self.sending.cuda_stream, self.receiving.cuda_stream
         for to, source in self._turns:
             out, into = self._outward[to].lane, self._inward[source].lane
@@ -232,24 +229,19 @@ class Copies:
         library, number = self._library, self._number
         if any(targets[source][1] for _, source in self._turns):
             ready.hold(self._granting)
+        granting, sending, receiving = (one.cuda_stream for one in (self._granting, self.sending, self.receiving))
         for _, source in self._turns:
-            address, size = targets[source]
-            direction = self._inward[source]
-            library.post(direction.post(number), number, *(library.export(address) if size else NOWHERE))
-            if size:
-                library.write(self._granting.cuda_stream, direction.freed, number)
+            (address, size), direction = targets[source], self._inward[source]
+            library.grant(direction.post(number), number, address if size else None, granting, direction.freed)
         for to, _ in self._turns:
-            address, size = sources[to]
-            direction, stream = self._outward[to], self.sending.cuda_stream
+            (address, size), direction = sources[to], self._outward[to]
             handle, offset = self._collect(direction.post(number), number)
             if size:
                 place = self._address(handle) + offset
-                library.wait(stream, direction.freed, number)
-                library.copy(stream, place, address, size)
-                library.write(stream, direction.filled, number)
+                library.push(sending, place, address, size, direction.freed, direction.filled, number)
         for _, source in self._turns:
             if targets[source][1]:
-                library.wait(self.receiving.cuda_stream, self._inward[source].filled, number)
+                library.wait(receiving, self._inward[source].filled, number)
 
     def _collect(self, post: int, number: int) -> tuple[bytes, int]:
         """Where another rank stores a message: the handle of an allocation, and the offset in it."""

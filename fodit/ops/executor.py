@@ -35,14 +35,15 @@ def make_executor(
     act: Activation,
     comm: Communicator,
     choice: Choice | None = None,
+    addends: torch.Tensor | None = None,
 ) -> Executor:
     """A signaling kernel where one takes these operands, else torch. The communicator keeps the reason for torch.
 
     A choice without overlap takes torch for rows as they lie: without slabs to send there is nothing to signal. (Other
     storage is one kernel all the same, and a call of torch for every segment.) Without a choice the kernel with least
-    work runs on the communicator's SMs.
+    work runs on the communicator's SMs. Each addend, a row of a matrix, lies like the buffer and is added to it.
     """
-    torch_executor = TorchExecutor(plan, buffer, linear_segments(a, weights, biases, act))
+    torch_executor = TorchExecutor(plan, buffer, linear_segments(a, weights, biases, act, addends))
     if choice is not None and not choice.overlap and plan.by_rows:
         return torch_executor
     reason = gemm.refusal(a, weights)
@@ -54,7 +55,7 @@ def make_executor(
             sms = comm.gemm_sms(plan.op)  # also for another kernel than was planned, which may have needed no free SMs
             if choice is not None and choice.kernel == kernel.name:
                 sms = max(comm.compute_sms - choice.free_sms, 1)
-            return CudaExecutor(kernel, plan, buffer, a, weights, biases, act, sms)
+            return CudaExecutor(kernel, plan, buffer, a, weights, biases, act, sms, addends)
         reason = "no kernel can be trusted"
     if a.is_cuda:
         comm.fallbacks.add(f"products ran in torch, slab by slab: {reason}")
@@ -92,9 +93,13 @@ class TorchExecutor:
 
 
 def linear_segments(
-    a: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], act: Activation
+    a: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    act: Activation,
+    addends: torch.Tensor | None = None,
 ) -> Producer:
-    """`act(a @ weight.T + bias)`, a segment at a time."""
+    """`act(a @ weight.T + bias)`, a segment at a time, and to it what each addend has at the segment's place."""
 
     def produce(segment: Segment, out: torch.Tensor) -> None:
         rows = a[segment.row_start : segment.row_stop]
@@ -106,6 +111,11 @@ def linear_segments(
             torch.addmm(bias[segment.col_start : segment.col_stop], rows, weight, out=out)
         if act == "gelu-tanh":
             out.copy_(F.gelu(out, approximate="tanh"))
+        if addends is not None:
+            total = out.float()
+            for one in addends:
+                total += stored(one, segment)
+            out.copy_(total)
 
     return produce
 
@@ -144,6 +154,7 @@ class CudaExecutor:
         plan, buffer: as for `TorchExecutor`.
         a, weights, biases, act: the product's operands.
         sms: at most this many SMs; 0 takes all.
+        addends: [count, elements] or None: each row lies like the buffer and is added to it.
     """
 
     def __init__(
@@ -156,13 +167,15 @@ class CudaExecutor:
         biases: Sequence[torch.Tensor | None],
         act: Activation,
         sms: int = 0,
+        addends: torch.Tensor | None = None,
     ) -> None:
         table, tiles = gemm.device_program(plan, kernel.tile_m, kernel.tile_n, a.device)
         self._counters = torch.zeros(len(plan.slabs) + 1, dtype=torch.int32, device=a.device)
         self._tiles = tiles
         self._started = StreamReached(a.device)
         code = gemm.ACTIVATIONS[act]
-        gemm.signaling_gemm(a, weights, biases, buffer, table, self._counters, kernel.index, code, sms)
+        start = gemm.signaling_gemm if torch.compiler.is_compiling() else gemm.launch
+        start(a, weights, biases, buffer, table, self._counters, kernel.index, code, sms, addends)
 
     def fill(self, index: int) -> Ready:
         """Slab `index` is under way since the executor was made."""

@@ -6,15 +6,15 @@ All take row-major matrices: `a` [M, K] and weights [N, K] of one dtype on one d
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
-from fodit.ops.communicator import Communicator, Pending, reduce_scatter_single
+from fodit.ops.communicator import Communicator, Pending
 from fodit.ops.executor import Activation, Executor, TorchExecutor, copied_segments, make_executor
 from fodit.ops.planning import Choice
-from fodit.ops.ready import Ready
-from fodit.plan import Plan, Slab, all_reduce_plan, reduce_scatter_plan, split_sizes
+from fodit.ops.slabs import send_slabs
+from fodit.ops.sums import sum_over_ranks
+from fodit.plan import Plan, SumPlan, all_reduce_plan, reduce_scatter_plan, split_sizes, sum_plan
 
-DEFAULT_SLABS = 8
+DEFAULT_SLABS, DEFAULT_PARTS = 8, (4, 2, 1)  # without a planner: of collectives, and of sums by exchanges
 ROW_ALIGN = 128  # slab borders on tile borders of every kernel
 
 
@@ -24,7 +24,7 @@ def gemm_all_reduce(
     bias: torch.Tensor | None = None,
     *,
     comm: Communicator,
-    plan: Plan | None = None,
+    plan: Plan | SumPlan | None = None,
 ) -> torch.Tensor:
     """The sum over ranks of `a @ weight.T`, plus `bias` once: [M, N] on every rank.
 
@@ -39,16 +39,22 @@ def gemm_all_reduce(
         compute   [ slab 0 ][ slab 1 ][ slab 2 ]
         comm                [ all-reduce 0 ][ all-reduce 1 ][ all-reduce 2 ]
 
+    Copy engines cannot add. Where they do the exchanges every rank sums up its own rows, and sends the sums to the
+    others; see `fodit.plan.sums`.
+
     Args:
         bias: [N], the same on all ranks.
         comm: the group's communicator.
-        plan: from `fodit.plan.all_reduce_plan`; None takes the communicator's planner's, or eight slabs.
+        plan: from `fodit.plan.all_reduce_plan`, or for sums by exchanges from `fodit.plan.sum_plan`; None takes the
+            communicator's planner's, or a fixed default.
 
     Raises:
         ValueError: shapes, dtypes, devices or the plan do not fit each other.
     """
     rows, width = _check(a, [weight], [bias], plan, "all_reduce", comm)
-    plan, choice = _planned(all_reduce_plan, plan, a, rows, width, comm)
+    plan, choice = _planned("all_reduce", plan, a, rows, width, comm)
+    if isinstance(plan, SumPlan):
+        return _sum(plan, a, weight, bias, comm, choice)
     buffer = a.new_empty(plan.size)
     # The sum takes the bias once if one rank adds it to its own part.
     once = bias if comm.rank == 0 else None
@@ -64,7 +70,7 @@ def gemm_reduce_scatter(
     bias: torch.Tensor | None = None,
     *,
     comm: Communicator,
-    plan: Plan | None = None,
+    plan: Plan | SumPlan | None = None,
 ) -> torch.Tensor:
     """This rank's rows of the sum over ranks of `a @ weight.T`, plus `bias` once: [M_rank, N].
 
@@ -79,10 +85,13 @@ def gemm_reduce_scatter(
         compute   [ slab 0 ][ slab 1 ][ slab 2 ]
         comm                [ reduce-scatter 0 ][ reduce-scatter 1 ][ reduce-scatter 2 ]
 
-    Arguments and errors as in `gemm_all_reduce`; the plan comes from `fodit.plan.reduce_scatter_plan`.
+    Sums by exchanges, arguments and errors as in `gemm_all_reduce`; the plan of a collective comes from
+    `fodit.plan.reduce_scatter_plan`.
     """
     rows, width = _check(a, [weight], [bias], plan, "reduce_scatter", comm)
-    plan, choice = _planned(reduce_scatter_plan, plan, a, rows, width, comm)
+    plan, choice = _planned("reduce_scatter", plan, a, rows, width, comm)
+    if isinstance(plan, SumPlan):
+        return _sum(plan, a, weight, bias, comm, choice)
     mine = split_sizes(rows, comm.size)[comm.rank]
     buffer = a.new_empty(plan.size)
     if rows % comm.size:
@@ -169,67 +178,45 @@ def all_to_all_products(
     return Arrivals(plan, buffer, send_slabs(executor, plan, comm, buffer, buffer, between))
 
 
-def send_slabs(
-    executor: Executor,
-    plan: Plan,
+def _sum(
+    plan: SumPlan,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
     comm: Communicator,
-    buffer: torch.Tensor,
-    received: torch.Tensor,
-    between: Callable[[torch.Tensor], None] | None = None,
-) -> list[Pending]:
-    """Fill slab after slab, and start each one's collective; none where the rank is alone.
+    choice: Choice | None,
+) -> torch.Tensor:
+    """By exchanges. Every rank adds the bias to the rows that it sums up."""
 
-    `received` is the buffer itself, but for a reduce-scatter. `between` is called with the buffer when every slab has
-    been enqueued. The other slabs' collectives start after it, so that one it starts goes second in the queue; but for
-    exchanges by copy engines, which have queues of their own.
-    """
-    pending: list[Pending] = []
-    waiting: list[tuple[Slab, Ready]] = []
+    def product(part: Plan, buffer: torch.Tensor, addends: torch.Tensor | None) -> Executor:
+        once = None if addends is None else bias
+        return make_executor(part, buffer, a, [weight], [once], "none", comm, choice, addends)
 
-    def send_waiting() -> None:
-        if comm.size > 1:
-            pending.extend(_start(plan.op, slab, ready, comm, buffer, received) for slab, ready in waiting)
-        waiting.clear()
-
-    for index, slab in enumerate(plan.slabs):
-        waiting.append((slab, executor.fill(index)))
-        if index == 0 or between is None or comm.uses_copies:
-            send_waiting()
-    if between is not None:
-        between(buffer)
-    send_waiting()
-    return pending
-
-
-def _start(
-    op: str, slab: Slab, ready: Ready, comm: Communicator, buffer: torch.Tensor, received: torch.Tensor
-) -> Pending:
-    """The slab's collective; an all-reduce is done in place."""
-    source, target = buffer[slab.start : slab.stop], received[slab.recv_start : slab.recv_stop]
-    if op == "all_reduce":
-        return comm.start(dist.all_reduce, source, ready=ready)
-    if op == "reduce_scatter":
-        return comm.start(reduce_scatter_single, target, source, ready=ready)
-    return comm.all_to_all(target, source, slab.recv_sizes, slab.send_sizes, ready)
+    return sum_over_ranks(plan, product, a, comm).view(-1, plan.width)
 
 
 def _planned(
-    make: Callable[..., Plan], plan: Plan | None, a: torch.Tensor, rows: int, width: int, comm: Communicator
-) -> tuple[Plan, Choice | None]:
+    op: str, plan: Plan | SumPlan | None, a: torch.Tensor, rows: int, width: int, comm: Communicator
+) -> tuple[Plan | SumPlan, Choice | None]:
     """The plan that is given, or the planner's with what else it chose, or a fixed default."""
     if plan is not None:
         return plan, None
-    if comm.planner is None:
-        return make(rows, width, comm.size, DEFAULT_SLABS, ROW_ALIGN), None
-    choice = comm.planner.choice(make.__name__.removesuffix("_plan"), rows, width, a.shape[1], a.dtype)
-    return make(rows, width, comm.size, choice.slabs, ROW_ALIGN), choice
+    # What is planned for copy engines is of no use while a graph is captured: then NCCL sums up.
+    choice = None
+    if comm.planner is not None and comm.uses_copies == (comm.copies is not None):
+        choice = comm.planner.choice(op, rows, width, a.shape[1], a.dtype)
+    if comm.uses_copies and (choice is None or choice.overlap):
+        parts = DEFAULT_PARTS[: -(-rows // (comm.size * ROW_ALIGN))] if choice is None else choice.slabs
+        return sum_plan(op, rows, width, comm.size, comm.rank, parts, ROW_ALIGN), choice
+    make = all_reduce_plan if op == "all_reduce" else reduce_scatter_plan
+    return make(rows, width, comm.size, DEFAULT_SLABS if choice is None else choice.slabs, ROW_ALIGN), choice
 
 
 def _check(
     a: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
-    plan: Plan | None,
+    plan: Plan | SumPlan | None,
     op: str,
     comm: Communicator,
 ) -> tuple[int, int]:

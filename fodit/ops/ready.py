@@ -18,7 +18,7 @@ class StreamReached:
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         if self._event is not None:
-            self._event.record(torch.cuda.current_stream(device))  # a thread's current device may be another one
+            self._event.record(torch.cuda.current_stream(device.index))  # a thread's current device may be another one
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         if self._event is not None:

@@ -2,6 +2,7 @@
 
 from fodit.plan.slabs import Plan, Segment, Slab, all_reduce_plan, reduce_scatter_plan
 from fodit.plan.split import rank_ranges, share_sizes, split_ranges, split_sizes
+from fodit.plan.sums import SumPlan, sum_plan
 from fodit.plan.tiles import TILE_FIELDS, TileProgram, tile_program
 from fodit.plan.ulysses import UlyssesLayout
 
@@ -10,6 +11,7 @@ __all__ = [
     "Plan",
     "Segment",
     "Slab",
+    "SumPlan",
     "TileProgram",
     "UlyssesLayout",
     "all_reduce_plan",
@@ -18,5 +20,6 @@ __all__ = [
     "share_sizes",
     "split_ranges",
     "split_sizes",
+    "sum_plan",
     "tile_program",
 ]

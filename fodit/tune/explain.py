@@ -7,7 +7,7 @@ import torch
 
 from fodit.tune.choice import Choice
 from fodit.tune.planner import Planner, name_of
-from fodit.tune.predict import ITEMSIZE, SMALLEST, bound_ms, collective_ms, context, product_ms
+from fodit.tune.predict import ITEMSIZE, SMALLEST, bound_ms, collective_ms, context, product_ms, sender
 from fodit.tune.profile import CUBLAS, OPERATIONS, Profile, shipped
 from fodit.tune.reason import reason
 from fodit.tune.search import Shape
@@ -109,10 +109,13 @@ def _collective(known: Profile, op: str, size: int, choice: Choice) -> str:
     text = f"{collective_ms(known, op, size):.3f} ms for {size / 2**20:.0f} MiB alone"
     if not choice.overlap:
         return text
-    whole = sum(choice.slabs)
+    whole, carrier = sum(choice.slabs), sender(known, op)
     sizes = [size * share / whole for share in choice.slabs]
-    beside = known.beside[op].get(context(choice.kernel or CUBLAS, choice.free_sms))
-    text += f", {sum(collective_ms(known, op, int(one)) for one in sizes):.3f} ms in {len(sizes)} slabs"
+    if carrier != op and op == "all_reduce":
+        sizes *= 2  # the other ranks' parts, then their sums
+    beside = known.beside[carrier].get(context(choice.kernel or CUBLAS, choice.free_sms))
+    parts = "slabs" if carrier == op else "exchanges"
+    text += f", {sum(collective_ms(known, carrier, int(one)) for one in sizes):.3f} ms in {len(sizes)} {parts}"
     if beside is not None:
         text += f", {sum(beside.curve(one) for one in sizes):.3f} ms beside the product, which takes "
         text += f"{beside.slowed:.2f} times as long meanwhile"

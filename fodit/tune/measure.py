@@ -123,7 +123,8 @@ class _Measuring:
             works |= {str(free): operands.long(self.kernels[fastest], sms - free) for free in frees}
         beside: dict[str, dict[str, Beside]] = {}
         for op in OPERATIONS:
-            beside[op] = {name: self._beside(op, alone[op], work, host_ms) for name, work in works.items()}
+            runs = self.comm.copies is None or op == "all_to_all"  # else nothing but exchanges runs beside products
+            beside[op] = {n: self._beside(op, alone[op], work, host_ms) for n, work in works.items() if runs}
             self.say(f"{op} beside products")
         beside["all_to_all"][ATTENTION] = self._beside(
             "all_to_all", alone["all_to_all"], self._long_attention(), host_ms

@@ -13,9 +13,11 @@ from fodit.kernels.selftest import failure
 from fodit.models.ulysses import attend_groups, collect
 from fodit.ops.communicator import Communicator, Pending, all_gather_single, reduce_scatter_single
 from fodit.ops.executor import CudaExecutor, Executor, TorchExecutor, linear_segments
-from fodit.ops.gemm import Arrivals, send_slabs
+from fodit.ops.gemm import Arrivals
 from fodit.ops.ready import Ready
-from fodit.plan import Plan, UlyssesLayout
+from fodit.ops.slabs import send_slabs
+from fodit.ops.sums import sum_over_ranks
+from fodit.plan import Plan, SumPlan, UlyssesLayout
 from fodit.tune.predict import MLP_RATIO
 from fodit.tune.search import Shape
 
@@ -47,11 +49,12 @@ def product(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     sms: int,
+    addends: torch.Tensor | None = None,
 ) -> Executor:
     """Start a product into a flat buffer; by cuBLAS, slab by slab, without a kernel."""
     if kernel is None:
-        return TorchExecutor(plan, out, linear_segments(a, weights, biases, "none"))
-    return CudaExecutor(kernel, plan, out, a, weights, biases, "none", sms)
+        return TorchExecutor(plan, out, linear_segments(a, weights, biases, "none", addends))
+    return CudaExecutor(kernel, plan, out, a, weights, biases, "none", sms, addends)
 
 
 class Operation:
@@ -130,8 +133,14 @@ class Operation:
         everyone = self.comm.gather_rows(self._out, (m,) * ranks).wait()
         return everyone.view(ranks * m, ranks, -1)[:, self.comm.rank]
 
-    def overlapped(self, plan: Plan, kernel: Kernel | None, sms: int) -> torch.Tensor:
+    def overlapped(self, plan: Plan | SumPlan, kernel: Kernel | None, sms: int) -> torch.Tensor:
         """As the operation does it with this plan. What is received, flat."""
+        if isinstance(plan, SumPlan):
+
+            def part(one: Plan, buffer: torch.Tensor, addends: torch.Tensor | None) -> Executor:
+                return product(kernel, one, buffer, self.a, self.weights, self.biases, sms, addends)
+
+            return sum_over_ranks(plan, part, self.a, self.comm)
         buffer = self.comm.empty(plan.size, self.a)
         received = self.a.new_empty(plan.recv_size) if plan.op == "reduce_scatter" else buffer
         for pending in self.start(plan, kernel, sms, buffer, received):

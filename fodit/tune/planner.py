@@ -154,7 +154,7 @@ def predicted_groups(
     one group if nothing gains enough."""
     found = []
     one = attention
-    for shares in partitions(min(one.projection.most_slabs, MOST_GROUPS)):
+    for shares in partitions(min(one.projection.most_slabs(profile.machine.copies), MOST_GROUPS)):
         layout = UlyssesLayout(0, one.ranks, one.tokens, one.batch, one.heads, one.head_dim, shares)
         (best,) = products(profile, layout.projection_plan, one.width, kernels, 1)
         found.append((segment_ms(profile, layout, one.width, best.kernel, best.free_sms, one.parts), shares))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 
-from fodit.plan import Plan, UlyssesLayout, split_sizes
+from fodit.plan import Plan, SumPlan, UlyssesLayout, split_sizes
 from fodit.tune.profile import CUBLAS, Product, Profile
 from fodit.tune.simulate import COMMUNICATION, COMPUTE, Task, simulate
 
@@ -62,14 +62,30 @@ def collective_ms(profile: Profile, op: str, size: int) -> float:
     return profile.alone[op](size)
 
 
+def communication_ms(profile: Profile, op: str, size: int) -> float:
+    """All that an overlapped operation with a product of that many bytes communicates, alone and undivided."""
+    carrier = sender(profile, op)
+    times = 2 if carrier != op and op == "all_reduce" else 1  # what is summed up goes back
+    return times * collective_ms(profile, carrier, size)
+
+
 def serial_ms(profile: Profile, op: str, m: int, n: int, k: int) -> float:
     """The product by cuBLAS, then one collective."""
     return product_ms(profile, m, n, k) + collective_ms(profile, op, m * n * ITEMSIZE)
 
 
-def overlapped_ms(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> float:
+def sender(profile: Profile, op: str) -> str:
+    """The collective that sends what an operation communicates: copy engines exchange, and the products add."""
+    return "all_to_all" if profile.machine.copies else op
+
+
+def overlapped_ms(profile: Profile, plan: Plan | SumPlan, k: int, kernel: str, free: int) -> float:
     """The plan's product by a kernel that leaves `free` SMs, its collectives beside it."""
-    return max(end for _, end in simulate(slab_tasks(profile, plan, k, kernel, free)))
+    if isinstance(plan, SumPlan):
+        tasks = sum_tasks(profile, plan, k, kernel, free)
+    else:
+        tasks = slab_tasks(profile, plan, k, kernel, free)
+    return max(end for _, end in simulate(tasks))
 
 
 def slab_tasks(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> list[Task]:
@@ -81,6 +97,36 @@ def slab_tasks(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> 
     slabs = len(plan.slabs)
     sent = [_collective(profile, op, size, index, name) for index, size in enumerate(slab_bytes(plan))]
     return tasks[:slabs] + sent + tasks[slabs:]
+
+
+def sum_tasks(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -> list[Task]:
+    """The slabs of the other ranks, then each own piece after the slab that it takes, and its way to the others."""
+    tasks = slab_tasks(profile, plan.others, k, kernel, free)
+    kind, slowed, slabs = tasks[0].kind, tasks[0].slowed, len(plan.own)
+    lengths = piece_lengths(profile, plan, k, kernel, free)
+    for index, (ms, size) in enumerate(zip(lengths, piece_bytes(plan), strict=True)):
+        tasks.append(Task(COMPUTE, kind, ms, (slabs + index,), slowed))
+        if size:
+            tasks.append(_collective(profile, plan.others.op, size, len(tasks) - 1, context(kernel, free)))
+    return tasks
+
+
+def piece_lengths(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -> list[float]:
+    """How long the product works on each own piece. Each is a kernel of its own; it starts in the last wave of the one
+    before, unless their stream has less than all SMs."""
+    product = profile.kernels[kernel]
+    pieces = [slab_tiles(one, product)[0] for one in plan.own]
+    if kernel == CUBLAS or profile.machine.compute_sms < profile.machine.sms:
+        return [slab_ends(profile, product, [tiles], k, free)[0] for tiles in pieces]
+    tiles = slab_tiles(plan.others, product)
+    ends = slab_ends(profile, product, [*tiles, *pieces], k, free)[len(tiles) - 1 :]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def piece_bytes(plan: SumPlan) -> list[int]:
+    """Size of the exchange of each own piece, as if a rank sent one to itself, too; 0 where it stays here."""
+    sent = plan.ranks if plan.op == "all_reduce" else 0
+    return [one.size * sent * ITEMSIZE for one in plan.own]
 
 
 def slab_lengths(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> list[float]:
@@ -100,8 +146,10 @@ def slab_bytes(plan: Plan) -> list[int]:
     return [round(slab.elements * own) * ITEMSIZE for slab in plan.slabs]
 
 
-def least_ms(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> float:
+def least_ms(profile: Profile, plan: Plan | SumPlan, k: int, kernel: str, free: int) -> float:
     """Not more than `overlapped_ms`, in less time: communication starts with the first slab and never waits again."""
+    if isinstance(plan, SumPlan):
+        return _least_sum_ms(profile, plan, k, kernel, free)
     op, sizes, lengths = plan.op, slab_bytes(plan), slab_lengths(profile, plan, k, kernel, free)
     alone = [profile.alone[op](size) + profile.wait_ms for size in sizes]
     first, product, whole = lengths[0], sum(lengths), sum(alone)
@@ -110,6 +158,14 @@ def least_ms(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> fl
         slowed = min(profile.slower(op, context(kernel, free), size) for size in sizes)
     sent = product - (lengths[-1] if plan.local else 0.0)
     return max(product, sent + alone[-1], product + whole - (product - first) / slowed)
+
+
+def _least_sum_ms(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -> float:
+    lengths, pieces = slab_lengths(profile, plan.others, k, kernel, free), piece_lengths(profile, plan, k, kernel, free)
+    alone = [profile.alone[plan.others.op](size) + profile.wait_ms for size in slab_bytes(plan.others)]
+    back = [profile.alone[plan.others.op](size) + profile.wait_ms for size in piece_bytes(plan) if size]
+    sent, last = lengths[0] + sum(alone), back[-1] if back else 0.0
+    return max(sum(lengths) + sum(pieces) + last, sent + pieces[-1] + last, sent + sum(back))
 
 
 def reread_ms(profile: Profile, plan: Plan, k: int) -> float:
@@ -247,9 +303,11 @@ def bound_ms(
     profile: Profile, op: str, m: int, n: int, k: int, parts: int = SMALLEST, product: float | None = None
 ) -> float:
     """No overlap can be faster: all of the product and the last slab's collective, or the first slab's product and
-    all of the communication, with slabs of one of `parts`. The product takes cuBLAS' time or the one given. What of an
-    all-to-all's product is needed here comes last."""
+    all of the communication, with slabs of one of `parts`. The product takes cuBLAS' time or the one given. What of
+    the product is exchanged comes first, what is needed here last; the sums of an all-reduce follow."""
     product, size = product_ms(profile, m, n, k) if product is None else product, m * n * ITEMSIZE
-    last, ranks = collective_ms(profile, op, size // parts), profile.machine.ranks
-    sent = product * (ranks - 1) / ranks if op == "all_to_all" else product
-    return max(product, sent + last, sent / parts + collective_ms(profile, op, size))
+    ranks, carrier = profile.machine.ranks, sender(profile, op)
+    exchanged = product * (ranks - 1) / ranks if carrier == "all_to_all" else product
+    before_last = product if op == "all_reduce" else exchanged
+    last = collective_ms(profile, carrier, size // parts)
+    return max(product, before_last + last, exchanged / parts + communication_ms(profile, op, size))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from fodit.tune.choice import Choice, shares_text
-from fodit.tune.predict import ITEMSIZE, collective_ms, product_ms
+from fodit.tune.predict import ITEMSIZE, communication_ms, product_ms
 from fodit.tune.profile import Profile
 from fodit.tune.search import LEAST_GAIN, UNSURE, Shape, candidates
 
@@ -18,7 +18,7 @@ def reason(profile: Profile, shape: Shape, choice: Choice, kernels: Iterable[str
         gain = choice.serial_ms / best.predicted_ms - 1
         return f"the best overlapped plan ({plan}) is predicted to gain {gain:.1%}, and {UNSURE:.1%} is the least"
     product = product_ms(profile, shape.m, shape.n, shape.k)
-    if collective_ms(profile, shape.op, shape.m * shape.n * ITEMSIZE) > product:
+    if communication_ms(profile, shape.op, shape.m * shape.n * ITEMSIZE) > product:
         small = ", so the first slab is small" if choice.slabs[0] < max(choice.slabs) else ""
         return f"communication takes longer than the product and should start early{small}"
     small = ", so the last slab is small" if choice.slabs[-1] < max(choice.slabs) else ""

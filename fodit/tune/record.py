@@ -22,6 +22,7 @@ import torch.distributed as dist
 from fodit.ops.connect import connected
 from fodit.ops.executor import choose_kernel
 from fodit.parallel import nccl_options
+from fodit.plan import SumPlan
 from fodit.tune.clock import Clock, Work
 from fodit.tune.codec import encode
 from fodit.tune.measure import measure, this_machine
@@ -32,7 +33,7 @@ from fodit.tune.search import Candidate, Shape, candidates
 from fodit.tune.setting import PROFILE_HELP, PROFILES, Setting, check_gpus, refuse
 from fodit.tune.shapes import model
 from fodit.tune.store import Plans
-from fodit.tune.tuner import STATIC_GROUPS, STATIC_SLABS, Tuner
+from fodit.tune.tuner import Tuner
 
 MODELS = ("CogVideoX-2b", "CogVideoX-5b", "CogVideoX1.5-5b", "Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B")
 LIMIT_S = 80.0
@@ -99,12 +100,12 @@ class Recorder:
 
     def _static(self, shape: Shape) -> Candidate:
         """The untuned plan of the operations, without a planner."""
-        wanted = STATIC_GROUPS if shape.op == "all_to_all" else STATIC_SLABS
-        slabs = wanted[: shape.most_slabs]
+        slabs = self.tuner.static(shape)
         plan = self.tuner.plan(shape, slabs)
-        kernel = choose_kernel(plan, self.setting.device, torch.bfloat16)[0] if self.kernels else None
+        product = plan.others if isinstance(plan, SumPlan) else plan
+        kernel = choose_kernel(product, self.setting.device, torch.bfloat16)[0] if self.kernels else None
         name = CUBLAS if kernel is None else kernel.name
-        sms = min(self.comm.gemm_sms(shape.op) or self.machine.compute_sms, self.machine.compute_sms)
+        sms = min(self.comm.gemm_sms(product.op) or self.machine.compute_sms, self.machine.compute_sms)
         free = self.machine.compute_sms - sms
         return Candidate(overlapped_ms(self.profile, plan, shape.k, name, free), slabs, name, free)
 

@@ -8,9 +8,9 @@ from math import gcd
 from typing import Any, TypeVar
 
 from fodit.ops.gemm import ROW_ALIGN
-from fodit.plan import Plan, UlyssesLayout, all_reduce_plan, reduce_scatter_plan
+from fodit.plan import Plan, SumPlan, UlyssesLayout, all_reduce_plan, reduce_scatter_plan, sum_plan
 from fodit.tune.choice import Choice
-from fodit.tune.predict import least_ms, overlapped_ms, serial_ms
+from fodit.tune.predict import least_ms, overlapped_ms, sender, serial_ms
 from fodit.tune.profile import CUBLAS, Profile
 
 Option = TypeVar("Option", bound=tuple[Any, ...])  # of a search; the first of equals is taken
@@ -45,17 +45,22 @@ class Shape:
     def __str__(self) -> str:
         return f"gemm + {self.op}, M={self.m} N={self.n} K={self.k} on {self.ranks} ranks, {self.dtype}"
 
-    def plan(self, slabs: tuple[int, ...]) -> Plan:
-        """Cut into slabs of these relative sizes. A new object: a search must not empty the caches of the operations.
+    def plan(self, slabs: tuple[int, ...], copies: bool, rank: int = 0) -> Plan | SumPlan:
+        """On one rank, cut into slabs of these relative sizes. A new object: a search must not empty the caches of the
+        operations.
+
+        Args:
+            copies: whether copy engines do the exchanges.
 
         Raises:
             ValueError: there cannot be that many slabs.
         """
-        if self.op == "all_reduce":
-            return all_reduce_plan.__wrapped__(self.m, self.n, self.ranks, slabs, ROW_ALIGN)
-        if self.op == "reduce_scatter":
-            return reduce_scatter_plan.__wrapped__(self.m, self.n, self.ranks, slabs, ROW_ALIGN)
-        return self.layout(slabs).column_plan(self.projections)
+        if self.op == "all_to_all":
+            return self.layout(slabs, rank).column_plan(self.projections)
+        if copies:
+            return sum_plan.__wrapped__(self.op, self.m, self.n, self.ranks, rank, slabs, ROW_ALIGN)
+        make = all_reduce_plan if self.op == "all_reduce" else reduce_scatter_plan
+        return make.__wrapped__(self.m, self.n, self.ranks, slabs, ROW_ALIGN)
 
     def layout(self, slabs: tuple[int, ...], rank: int = 0) -> UlyssesLayout:
         """Of an all-to-all: the longest part of the sequence is the first rank's."""
@@ -63,11 +68,11 @@ class Shape:
         heads = self.n // self.projections // self.head_dim
         return UlyssesLayout(rank, self.ranks, tokens, self.batch, heads, self.head_dim, slabs)
 
-    @property
-    def most_slabs(self) -> int:
+    def most_slabs(self, copies: bool) -> int:
+        """Slabs that `plan` can have."""
         if self.op == "all_to_all":
             return min(MOST_SLABS, self.n // self.projections // self.head_dim // self.ranks)
-        rows = self.m if self.op == "all_reduce" else -(-self.m // self.ranks)
+        rows = self.m if self.op == "all_reduce" and not copies else -(-self.m // self.ranks)
         return min(MOST_SLABS, -(-rows // ROW_ALIGN))
 
 
@@ -109,7 +114,7 @@ def usable_kernels(profile: Profile, kernels: Iterable[str] | None) -> list[str]
 def ways(profile: Profile, op: str, kernels: Iterable[str] | None) -> list[tuple[str, int]]:
     """Kernels with the numbers of SMs that they may leave free."""
     usable = usable_kernels(profile, kernels)
-    frees = profile.free_sms(op)
+    frees = profile.free_sms(sender(profile, op))
     if usable == [CUBLAS] or not frees:  # measured before there were kernels: what they do beside one is not known
         return [(CUBLAS, 0)]
     return [(kernel, free) for kernel in usable for free in frees]
@@ -122,8 +127,9 @@ def candidates(
 
     First a few partitions with every kernel and number of free SMs, then all partitions with the best of these.
     """
-    several = [slabs for slabs in partitions(shape.most_slabs) if len(slabs) > 1]  # one slab overlaps nothing
-    plans = {slabs: shape.plan(slabs) for slabs in several or [(1,)]}
+    copies = profile.machine.copies
+    several = [slabs for slabs in partitions(shape.most_slabs(copies)) if len(slabs) > 1]  # one slab overlaps nothing
+    plans = {slabs: shape.plan(slabs, copies) for slabs in several or [(1,)]}
     coarse = [plans[slabs] for slabs in COARSE_PARTITIONS if slabs in plans] or list(plans.values())[-1:]
 
     def least(way: tuple[str, int]) -> float:
@@ -176,7 +182,8 @@ def best_first(
 
 def host_keeps_up(profile: Profile, slabs: Sequence[int], shape: Shape) -> bool:
     """Whether the host enqueues the collectives in less time than the operation takes without overlap."""
-    return len(slabs) * profile.host_ms <= serial_ms(profile, shape.op, shape.m, shape.n, shape.k)
+    exchanges = len(slabs) * (2 if shape.op == "all_reduce" and profile.machine.copies else 1)
+    return exchanges * profile.host_ms <= serial_ms(profile, shape.op, shape.m, shape.n, shape.k)
 
 
 def choose(profile: Profile, shape: Shape, kernels: Iterable[str] | None, source: str) -> Choice:

@@ -7,8 +7,8 @@ from functools import partial
 from fodit.kernels.binding import Kernel
 from fodit.models.sequence import DEFAULT_EXCHANGES
 from fodit.ops.communicator import Communicator
-from fodit.ops.gemm import DEFAULT_SLABS
-from fodit.plan import Plan, UlyssesLayout
+from fodit.ops.gemm import DEFAULT_PARTS, DEFAULT_SLABS
+from fodit.plan import Plan, SumPlan, UlyssesLayout
 from fodit.tune.choice import TUNED, Choice, shares_text
 from fodit.tune.clock import Clock, Work
 from fodit.tune.operation import Operation, Segment
@@ -82,24 +82,31 @@ class Tuner:
         tried: dict[tuple[int, int], Candidate] = {}
         for one in found:
             tried.setdefault((len(one.slabs), one.free_sms), one)
-        slabs = STATIC_SLABS[: shape.most_slabs]
+        slabs = self.static(shape)
         static = next((one for one in found if one.slabs == slabs), None)
         best = list(tried.values())[:TRIED]
         return best if static is None or static in best else [*best, static]
 
-    def plan(self, shape: Shape, slabs: tuple[int, ...]) -> Plan:
-        """On this rank."""
-        if shape.op == "all_to_all":
-            return shape.layout(slabs, self.comm.rank).column_plan(shape.projections)
-        return shape.plan(slabs)
+    def static(self, shape: Shape) -> tuple[int, ...]:
+        """The slabs of the operations where nobody plans."""
+        copies = self.profile.machine.copies
+        wanted = STATIC_GROUPS if shape.op == "all_to_all" else DEFAULT_PARTS if copies else STATIC_SLABS
+        return wanted[: shape.most_slabs(copies)]
 
-    def way(self, operation: Operation, plan: Plan, one: Candidate) -> Work:
+    def plan(self, shape: Shape, slabs: tuple[int, ...]) -> Plan | SumPlan:
+        """On this rank."""
+        return shape.plan(slabs, self.profile.machine.copies, self.comm.rank)
+
+    def way(self, operation: Operation, plan: Plan | SumPlan, one: Candidate) -> Work:
         """The operation by a candidate."""
         return partial(operation.overlapped, plan, self.kernels.get(one.kernel), self._sms(one.free_sms))
 
     def _product(self, shape: Shape, shares: tuple[int, ...]) -> Choice:
         """Kernel and free SMs with which the q, k and v product of these head groups is fastest."""
-        operation, plan = Operation(shape, self.comm), self.plan(shape, shares)
+        operation, plan = (
+            Operation(shape, self.comm),
+            shape.layout(shares, self.comm.rank).column_plan(shape.projections),
+        )
         tried = products(self.profile, plan, shape.k, self.kernels, TRIED)
         tried = [replace(one, slabs=shares) for one in tried]
         choice = self._choice(operation, tried, [self.way(operation, plan, one) for one in tried])

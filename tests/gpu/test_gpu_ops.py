@@ -11,7 +11,7 @@ from fodit.kernels.gemm import kernels_for
 from fodit.ops import gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
 from fodit.ops.connect import KINDS, connected
 from fodit.parallel import initialise, nccl_options, rank_device
-from fodit.plan import UlyssesLayout, all_reduce_plan, reduce_scatter_plan, split_ranges
+from fodit.plan import UlyssesLayout, all_reduce_plan, reduce_scatter_plan, split_ranges, sum_plan
 
 pytestmark = pytest.mark.gpu
 CALLS = int(os.environ.get("FODIT_STRESS_CALLS", "1000"))
@@ -39,7 +39,7 @@ def draw(seed, ranks, device):
     """A random call: operands of every rank, the same wherever they are drawn."""
     choose = random.Random(seed)
     op, dtype = choose.choice(OPS), choose.choice([torch.bfloat16, torch.float16])
-    case = {"op": op, "slabs": choose.randint(1, 6), "bias": choose.random() < 0.5}
+    case = {"op": op, "slabs": choose.randint(1, 6), "bias": choose.random() < 0.5, "sum": choose.random() < 0.6}
     if op == "all_to_all":
         heads, dim = choose.randint(ranks, 12), choose.choice([8, 32, 64, 72, 128])
         case |= {"tokens": choose.randint(ranks, 1500), "batch": choose.randint(1, 2), "heads": heads, "dim": dim}
@@ -75,7 +75,10 @@ def call(case, comm):
         "reduce_scatter": (reduce_scatter_plan, gemm_reduce_scatter),
     }[op]
     slabs = min(case["slabs"], case["rows"] // comm.size)
-    plan = make(case["rows"], case["width"], comm.size, slabs)
+    if case["sum"]:
+        plan = sum_plan(op, case["rows"], case["width"], comm.size, comm.rank, slabs)
+    else:
+        plan = make(case["rows"], case["width"], comm.size, slabs)
     return run(case["a"][rank], case["w"][rank][0], case["b"][0], comm=comm, plan=plan), None
 
 
