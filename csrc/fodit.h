@@ -50,8 +50,8 @@ typedef struct {
   // time need one each. Tiles then go to whichever thread block is free, in the order of the program. Null: they
   // are dealt out in turn, which is as fast where every block gets its SM at once. The Hopper family reads it.
   int32_t* ticket;
-  // Matrices that lie like `out`, `addend_stride` elements apart: what of each lies where a tile is stored is added to
-  // the rounded tile, all in fp32, and rounded again. None for 0.
+  // Matrices that lie like `out`, `addend_stride` elements apart. What each has where a tile is stored is added to the
+  // rounded tile, one after the other, and rounded every time. None for 0.
   const void* addend;
   int64_t addend_stride;
   int32_t addends;

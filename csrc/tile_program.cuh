@@ -75,17 +75,21 @@ __device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+// Sums of two neighbouring elements each, rounded.
 template <class Element>
-__device__ __forceinline__ float2 unpack2(uint32_t pair);
+__device__ __forceinline__ uint32_t add2(uint32_t x, uint32_t y);
 
 template <>
-__device__ __forceinline__ float2 unpack2<__nv_bfloat16>(uint32_t pair) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+__device__ __forceinline__ uint32_t add2<__nv_bfloat16>(uint32_t x, uint32_t y) {
+  const __nv_bfloat162 sum =
+      __hadd2(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(y));
+  return reinterpret_cast<const uint32_t&>(sum);
 }
 
 template <>
-__device__ __forceinline__ float2 unpack2<__half>(uint32_t pair) {
-  return __half22float2(reinterpret_cast<const __half2&>(pair));
+__device__ __forceinline__ uint32_t add2<__half>(uint32_t x, uint32_t y) {
+  const __half2 sum = __hadd2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(y));
+  return reinterpret_cast<const uint32_t&>(sum);
 }
 
 // The matrices that are added to what is stored; see FoditGemm.
@@ -100,38 +104,32 @@ __device__ __forceinline__ bool loads_fit(const Addends& addends) {
   return (reinterpret_cast<uintptr_t>(addends.first) / 2 | addends.stride) % 8 == 0;
 }
 
-// Adds to eight neighbouring elements what every matrix has there; only the first `count` of them exist. `whole`: there
-// are eight, and 16-byte loads fit. `fetched`: where those of the first matrix lie already, or null.
+// Eight elements, or the first `count` of them one by one, the others zero.
+__device__ __forceinline__ uint4 load_eight(const uint16_t* from, bool whole, int count) {
+  if (whole) return __ldcs(reinterpret_cast<const uint4*>(from));
+  uint32_t two[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t low = 2 * i < count ? from[2 * i] : 0, high = 2 * i + 1 < count ? from[2 * i + 1] : 0;
+    two[i] = low | high << 16;
+  }
+  return make_uint4(two[0], two[1], two[2], two[3]);
+}
+
+// Adds to eight neighbouring elements what every matrix has there, one matrix after the other; only the first `count`
+// of them exist. `whole`: there are eight, and 16-byte loads fit; those of the first matrix are in `fetched` already,
+// unless that is null.
 template <class Element>
 __device__ __forceinline__ void add_all(uint32_t (&v)[4], const Addends& addends, int64_t offset, bool whole,
                                         int count, const uint4* fetched) {
-  float sum[8];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack2<Element>(v[i]);
-    sum[2 * i] = pair.x, sum[2 * i + 1] = pair.y;
-  }
-  const Element* from = static_cast<const Element*>(addends.first) + offset;
+  const auto* from = static_cast<const uint16_t*>(addends.first) + offset;
 #pragma unroll 1
-  for (int left = addends.count; left > 0; --left, from += addends.stride) {
-    if (whole) {
-      const uint4 x = fetched != nullptr ? *fetched : __ldcs(reinterpret_cast<const uint4*>(from));
-      fetched = nullptr;
-      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpack2<Element>(words[i]);
-        sum[2 * i] += pair.x, sum[2 * i + 1] += pair.y;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (i < count) sum[i] += to_float(from[i]);
-      }
-    }
+  for (int i = 0; i < addends.count; ++i, from += addends.stride) {
+    const bool here = whole && i == 0 && fetched != nullptr;
+    const uint4 x = here ? *fetched : load_eight(from, whole, count);
+    v[0] = add2<Element>(v[0], x.x), v[1] = add2<Element>(v[1], x.y);
+    v[2] = add2<Element>(v[2], x.z), v[3] = add2<Element>(v[3], x.w);
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = pack2<Element>(sum[2 * i], sum[2 * i + 1]);
 }
 
 }  // namespace fodit

@@ -13,6 +13,7 @@ from fodit.plan import (
     share_sizes,
     split_ranges,
     split_sizes,
+    sum_plan,
     tile_program,
 )
 from fodit.plan.slabs import slab_rows
@@ -111,6 +112,38 @@ def test_reduce_scatter(rows, width, size, slabs, align):
             received[slab.recv_start : slab.recv_stop] = buffer[slab.start + rank * part :][:part]
         wanted = [(r, 0, c) for r in range(start, stop) for c in range(width)]
         assert received[: len(wanted)] == wanted and not any(received[len(wanted) :])
+
+
+@given(
+    st.sampled_from(["all_reduce", "reduce_scatter"]),
+    small,
+    st.integers(1, 5),
+    st.integers(2, 6),
+    st.integers(1, 5),
+    st.sampled_from([1, 4]),
+)
+def test_sums(op, rows, width, size, slabs, align):
+    """Every rank computes all rows once, and gets its own from all others where its pieces expect them."""
+    plans = [sum_plan(op, rows, width, size, rank, slabs, align) for rank in range(size)]
+    buffers = [fill(plan.others) for plan in plans]
+    for rank, (plan, (start, stop)) in enumerate(zip(plans, split_ranges(rows, size), strict=True)):
+        own = [one for piece in plan.own for one in fill(piece)]
+        assert own == [(r, 0, c) for r in range(start, stop) for c in range(width)]
+        stored = [one for one in buffers[rank] if one is not None]
+        assert sorted(own + stored) == [(r, 0, c) for r in range(rows) for c in range(width)]
+        assert plan.kept == ((0, rows) if op == "all_reduce" else (start, stop))
+        for index, piece in enumerate(plan.own):
+            slab = plan.others.slabs[index]
+            received: list = []
+            for other, elements in enumerate(slab.recv_sizes):
+                sent, sizes = plans[other].others.slabs[index], plans[other].others.slabs[index].send_sizes
+                assert sizes[rank] == elements
+                first = sent.start + sum(sizes[:rank])
+                received += buffers[other][first : first + elements]
+            assert received == fill(piece) * (size - 1)
+            assert len(received) == slab.recv_stop - slab.recv_start
+    covered = [row for one in plans[0].parts for piece in one for part in piece for row in range(*part)]
+    assert covered == list(range(rows))
 
 
 @st.composite
@@ -271,6 +304,8 @@ def test_large_offsets_keep_64_bits():
         (lambda: all_reduce_plan(0, 4, 2), "rows >= 1"),
         (lambda: reduce_scatter_plan(4, 4, 2, (1, 2, 1)), "cannot split 2 in proportion to"),
         (lambda: all_reduce_plan(4, 4, 2, slabs=0), "at least one slab"),
+        (lambda: sum_plan("all_to_all", 4, 4, 2, 0), "not for all_to_all"),
+        (lambda: sum_plan("all_reduce", 4, 4, 2, 2), "a rank below ranks"),
         (lambda: split_sizes(4, 0), "parts >= 1"),
     ],
 )

@@ -24,6 +24,7 @@ from fodit.tune.predict import (
     overlapped_ms,
     product_ms,
     segment_ms,
+    sender,
     serial_ms,
     slab_ends,
     slab_tiles,
@@ -265,7 +266,7 @@ def test_slower_links_take_longer(factor, slabs, op):
     profile = tiny_profile()
     slower = profile.rescaled({op: Curve(((1e6, factor),))}, 1.0, profile.machine, "slower")
     shape = Shape(op, 5000, 1280, 64, 2)
-    plan = shape.plan((1,) * slabs)
+    plan = shape.plan((1,) * slabs, profile.machine.copies)
     fast, slow = (overlapped_ms(one, plan, 64, "ampere_128x128x32", 2) for one in (profile, slower))
     assert fast <= slow + 1e-9
     assert slow >= product_ms(profile, 5000, 1280, 64, "ampere_128x128x32", 2) - 1e-9
@@ -284,7 +285,7 @@ def recorded(link):
 def predictions(profile, shape, found, kinds):
     """(predicted, measured) of the recorded plans of these kinds."""
     rows = [row for row in found["rows"] if row["kind"] in kinds]
-    plans = [shape.plan(tuple(row["slabs"])) for row in rows]
+    plans = [shape.plan(tuple(row["slabs"]), profile.machine.copies) for row in rows]
     predicted = [
         overlapped_ms(profile, plan, shape.k, row["kernel"], row["free_sms"])
         for plan, row in zip(plans, rows, strict=True)
@@ -339,13 +340,14 @@ def test_partitions():
 def test_search_finds_what_all_candidates_would(link):
     """The search does not try every kernel with every partition; it loses less than a hundredth by that."""
     profile = shipped()[f"h200-x2-{link}"]
+    copies = profile.machine.copies
     for shape in (Shape("all_reduce", 17776, 3072, 6144, 2), Shape("reduce_scatter", 16380, 1536, 4480, 2)):
         everything = min(
-            overlapped_ms(profile, shape.plan(slabs), shape.k, kernel, free)
-            for slabs in partitions(shape.most_slabs)[::3]
+            overlapped_ms(profile, shape.plan(slabs, copies), shape.k, kernel, free)
+            for slabs in partitions(shape.most_slabs(copies))[::3]
             for kernel in profile.kernels
             if kernel != CUBLAS
-            for free in profile.free_sms(shape.op)
+            for free in profile.free_sms(sender(profile, shape.op))
         )
         found = candidates(profile, shape)
         assert found == sorted(found) and found[0].predicted_ms <= everything * 1.01
@@ -360,7 +362,7 @@ def test_the_few_best_are_those_of_all(link, op):
     for most in (1, 6):
         few = candidates(profile, shape, most=most)
         assert [one.predicted_ms for one in few] == [one.predicted_ms for one in everything[:most]]
-    plan = shape.plan((1, 2, 1))
+    plan = Shape("all_to_all", 8888, 9216, 3072, 2, "bfloat16", 3, 64).plan((1, 2, 1), profile.machine.copies)
     assert products(profile, plan, shape.k, None, 1)[0] == products(profile, plan, shape.k, None)[0]
 
 
@@ -368,10 +370,12 @@ def test_the_few_best_are_those_of_all(link, op):
 def test_least_is_not_more(link):
     """Of every kernel, number of free SMs and some partitions."""
     profile = shipped()[f"h200-x2-{link}"]
-    for shape in (Shape("reduce_scatter", 17776, 3072, 1536, 2), Shape("all_to_all", 2222, 1536, 640, 2)):
-        for slabs in partitions(shape.most_slabs)[::9]:
+    copies = profile.machine.copies
+    shapes = [Shape(op, 17776, 3072, 1536, 2) for op in ("all_reduce", "reduce_scatter")]
+    for shape in (*shapes, Shape("all_to_all", 2222, 1536, 640, 2)):
+        for slabs in partitions(shape.most_slabs(copies))[::9]:
             for kernel, free in [(CUBLAS, 0), *ways(profile, shape.op, None)]:
-                case = (profile, shape.plan(slabs), shape.k, kernel, free)
+                case = (profile, shape.plan(slabs, copies), shape.k, kernel, free)
                 assert least_ms(*case) <= overlapped_ms(*case) * (1 + 1e-9)
 
 

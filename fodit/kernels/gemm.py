@@ -41,7 +41,7 @@ def signaling_gemm(
         kernel: index into the library's kernels.
         act: 0 none, 1 gelu-tanh.
         sms: at most this many SMs; 0 takes all of the stream's.
-        addends: [count, elements], each row laid out like `out`; the rounded product and they are added in fp32.
+        addends: [count, elements], each row laid out like `out`; they are added to the rounded product one by one.
 
     Raises:
         KernelError: with the call's name and arguments.

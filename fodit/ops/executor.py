@@ -36,12 +36,13 @@ def make_executor(
     comm: Communicator,
     choice: Choice | None = None,
     addends: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> Executor:
     """A signaling kernel where one takes these operands, else torch. The communicator keeps the reason for torch.
 
     A choice without overlap takes torch for rows as they lie: without slabs to send there is nothing to signal. (Other
     storage is one kernel all the same, and a call of torch for every segment.) Without a choice the kernel with least
-    work runs on the communicator's SMs. Each addend, a row of a matrix, lies like the buffer and is added to it.
+    work runs on the communicator's SMs. For addends and counters see `CudaExecutor`.
     """
     torch_executor = TorchExecutor(plan, buffer, linear_segments(a, weights, biases, act, addends))
     if choice is not None and not choice.overlap and plan.by_rows:
@@ -55,7 +56,7 @@ def make_executor(
             sms = comm.gemm_sms(plan.op)  # also for another kernel than was planned, which may have needed no free SMs
             if choice is not None and choice.kernel == kernel.name:
                 sms = max(comm.compute_sms - choice.free_sms, 1)
-            return CudaExecutor(kernel, plan, buffer, a, weights, biases, act, sms, addends)
+            return CudaExecutor(kernel, plan, buffer, a, weights, biases, act, sms, addends, counters)
         reason = "no kernel can be trusted"
     if a.is_cuda:
         comm.fallbacks.add(f"products ran in torch, slab by slab: {reason}")
@@ -112,10 +113,8 @@ def linear_segments(
         if act == "gelu-tanh":
             out.copy_(F.gelu(out, approximate="tanh"))
         if addends is not None:
-            total = out.float()
             for one in addends:
-                total += stored(one, segment)
-            out.copy_(total)
+                out += stored(one, segment)
 
     return produce
 
@@ -142,11 +141,16 @@ class SlabSignal:
         gemm.binding().wait(stream.cuda_stream, address, self._tiles)
 
 
+def counters_of(plan: Plan) -> int:
+    """One for each slab, and one from which the kernel's blocks draw tiles."""
+    return len(plan.slabs) + 1
+
+
 class CudaExecutor:
     """All slabs by one kernel, which signals each when it is done.
 
     The product is enqueued before anything waits for it, and waits for nothing itself: it always ends, and with it
-    every wait. Counters are fresh and zeroed on the stream for each call, so repeated calls, groups side by side and
+    every wait. Counters are fresh and zeroed on a stream for each call, so repeated calls, groups side by side and
     graph replays cannot see each other's.
 
     Args:
@@ -155,6 +159,7 @@ class CudaExecutor:
         a, weights, biases, act: the product's operands.
         sms: at most this many SMs; 0 takes all.
         addends: [count, elements] or None: each row lies like the buffer and is added to it.
+        counters: int32, `counters_of(plan)` zeros that are there when the current stream is; None makes them.
     """
 
     def __init__(
@@ -168,9 +173,12 @@ class CudaExecutor:
         act: Activation,
         sms: int = 0,
         addends: torch.Tensor | None = None,
+        counters: torch.Tensor | None = None,
     ) -> None:
         table, tiles = gemm.device_program(plan, kernel.tile_m, kernel.tile_n, a.device)
-        self._counters = torch.zeros(len(plan.slabs) + 1, dtype=torch.int32, device=a.device)
+        if counters is None:
+            counters = torch.zeros(counters_of(plan), dtype=torch.int32, device=a.device)
+        self._counters = counters
         self._tiles = tiles
         self._started = StreamReached(a.device)
         code = gemm.ACTIVATIONS[act]

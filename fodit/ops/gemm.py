@@ -188,9 +188,9 @@ def _sum(
 ) -> torch.Tensor:
     """By exchanges. Every rank adds the bias to the rows that it sums up."""
 
-    def product(part: Plan, buffer: torch.Tensor, addends: torch.Tensor | None) -> Executor:
+    def product(part: Plan, buffer: torch.Tensor, addends: torch.Tensor | None, counters: torch.Tensor) -> Executor:
         once = None if addends is None else bias
-        return make_executor(part, buffer, a, [weight], [once], "none", comm, choice, addends)
+        return make_executor(part, buffer, a, [weight], [once], "none", comm, choice, addends, counters)
 
     return sum_over_ranks(plan, product, a, comm).view(-1, plan.width)
 

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from fodit.ops.communicator import Communicator, Pending
-from fodit.ops.executor import Executor
+from fodit.ops.executor import Executor, counters_of
 from fodit.ops.slabs import send_slabs
 from fodit.plan import Plan, SumPlan
 
-# Starts the product of a plan into a flat buffer; each addend, a row of a matrix, is added to it.
-Product = Callable[[Plan, torch.Tensor, torch.Tensor | None], Executor]
+# Starts the product of a plan into a flat buffer; takes the addends and counters that `CudaExecutor` documents.
+Product = Callable[[Plan, torch.Tensor, torch.Tensor | None, torch.Tensor], Executor]
 
 
 def sum_over_ranks(plan: SumPlan, product: Product, like: torch.Tensor, comm: Communicator) -> torch.Tensor:
@@ -24,22 +24,29 @@ def sum_over_ranks(plan: SumPlan, product: Product, like: torch.Tensor, comm: Co
     """
     others, width = plan.others, plan.width
     buffer = comm.empty(others.size, like)
-    first, last = plan.kept
-    size = (last - first) * width
-    gathered = plan.op == "all_reduce"
-    result = comm.empty(size, like) if gathered else like.new_empty(size)
-    rows = [[result[start * width : stop * width] for start, stop in parts] for parts in _shifted(plan, first)]
+    start, stop = plan.kept
+    size = (stop - start) * width
+    result = comm.empty(size, like) if plan.op == "all_reduce" else like.new_empty(size)
+
+    def rows(first: int, last: int) -> torch.Tensor:
+        return result[(first - start) * width : (last - start) * width]
+
+    counts = [counters_of(one) for one in (others, *plan.own)]
+    counters = torch.zeros(sum(counts), dtype=torch.int32, device=like.device).split(counts)
     streams = _Turns(comm, len(plan.own))
-    arriving = send_slabs(product(others, buffer, None), others, comm, buffer, buffer)
+    arriving = send_slabs(product(others, buffer, None, counters[0]), others, comm, buffer, buffer)
     pending: list[Pending] = []
     for index, (own, slab) in enumerate(zip(plan.own, others.slabs, strict=True)):
         addends = buffer[slab.recv_start : slab.recv_stop].view(plan.ranks - 1, own.size)
-        mine = rows[plan.rank][index]
+        mine = plan.parts[plan.rank][index]
         with streams.turn(index):
             arriving[index].wait()
-            ready = product(own, mine, addends).fill(0)
-        if gathered:
-            pending.append(comm.exchange([one[index] for one in rows], [mine] * plan.ranks, ready))
+            executor = product(own, rows(mine[0][0], mine[-1][1]), addends, counters[1 + index])
+            ready = [executor.fill(part) for part in range(len(own.slabs))]
+        if plan.op == "all_reduce":
+            for part, condition in enumerate(ready):
+                theirs = [rows(*one[index][part]) for one in plan.parts]
+                pending.append(comm.exchange(theirs, [theirs[plan.rank]] * plan.ranks, condition))
     streams.join()
     for one in pending:
         one.wait()
@@ -69,14 +76,3 @@ class _Turns:
         """The current stream goes on when both are done."""
         if self._second is not None:
             self._current.wait_stream(self._second)
-
-
-def _shifted(plan: SumPlan, first: int) -> list[list[tuple[int, int]]]:
-    """The plan's parts in the result, which begins with row `first`; only this rank's unless all are gathered."""
-    return [
-        [
-            (start - first, stop - first) if plan.op == "all_reduce" or rank == plan.rank else (0, 0)
-            for start, stop in one
-        ]
-        for rank, one in enumerate(plan.parts)
-    ]

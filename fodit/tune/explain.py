@@ -88,6 +88,8 @@ def _bound(known: Profile, shape: Shape, choice: Choice) -> str:
     product = min(product_ms(known, shape.m, shape.n, shape.k), _kernel_ms(known, shape, choice) or inf)
     parts = max(SMALLEST, ceil(sum(choice.slabs) / min(choice.slabs)))
     bound = bound_ms(known, shape.op, shape.m, shape.n, shape.k, parts, product)
+    if choice.serial_ms < bound:  # small sums: the exchanges alone may take longer than a collective
+        return f"{choice.serial_ms:.3f} ms, the serial time: no overlap takes less than {bound:.3f} ms"
     return f"{bound:.3f} ms, overlapped in slabs of 1/{parts} or larger"
 
 

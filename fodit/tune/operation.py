@@ -50,11 +50,12 @@ def product(
     biases: Sequence[torch.Tensor | None],
     sms: int,
     addends: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> Executor:
     """Start a product into a flat buffer; by cuBLAS, slab by slab, without a kernel."""
     if kernel is None:
         return TorchExecutor(plan, out, linear_segments(a, weights, biases, "none", addends))
-    return CudaExecutor(kernel, plan, out, a, weights, biases, "none", sms, addends)
+    return CudaExecutor(kernel, plan, out, a, weights, biases, "none", sms, addends, counters)
 
 
 class Operation:
@@ -137,8 +138,8 @@ class Operation:
         """As the operation does it with this plan. What is received, flat."""
         if isinstance(plan, SumPlan):
 
-            def part(one: Plan, buffer: torch.Tensor, addends: torch.Tensor | None) -> Executor:
-                return product(kernel, one, buffer, self.a, self.weights, self.biases, sms, addends)
+            def part(one: Plan, buffer: torch.Tensor, addends: torch.Tensor | None, counters: torch.Tensor) -> Executor:
+                return product(kernel, one, buffer, self.a, self.weights, self.biases, sms, addends, counters)
 
             return sum_over_ranks(plan, part, self.a, self.comm)
         buffer = self.comm.empty(plan.size, self.a)

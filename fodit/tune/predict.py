@@ -7,7 +7,7 @@ the product than alone. Both go into the simulator of two queues.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import ceil
 
 from fodit.plan import Plan, SumPlan, UlyssesLayout, split_sizes
@@ -103,30 +103,36 @@ def sum_tasks(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -
     """The slabs of the other ranks, then each own piece after the slab that it takes, and its way to the others."""
     tasks = slab_tasks(profile, plan.others, k, kernel, free)
     kind, slowed, slabs = tasks[0].kind, tasks[0].slowed, len(plan.own)
-    lengths = piece_lengths(profile, plan, k, kernel, free)
-    for index, (ms, size) in enumerate(zip(lengths, piece_bytes(plan), strict=True)):
-        tasks.append(Task(COMPUTE, kind, ms, (slabs + index,), slowed))
-        if size:
-            tasks.append(_collective(profile, plan.others.op, size, len(tasks) - 1, context(kernel, free)))
+    parts = zip(part_lengths(profile, plan, k, kernel, free), part_bytes(plan), strict=True)
+    for index, own in enumerate(plan.own):
+        computed = len(tasks)
+        taken = [next(parts) for _ in own.slabs]
+        tasks += [Task(COMPUTE, kind, ms, (slabs + index,), slowed) for ms, _ in taken]
+        for part, (_, size) in enumerate(taken):
+            if size:
+                tasks.append(_collective(profile, plan.others.op, size, computed + part, context(kernel, free)))
     return tasks
 
 
-def piece_lengths(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -> list[float]:
-    """How long the product works on each own piece. Each is a kernel of its own; it starts in the last wave of the one
-    before, unless their stream has less than all SMs."""
+def part_lengths(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -> list[float]:
+    """How long the product works on each part of the own pieces. Each piece is a kernel of its own; it starts in the
+    last wave of the one before, unless their stream has less than all SMs."""
     product = profile.kernels[kernel]
-    pieces = [slab_tiles(one, product)[0] for one in plan.own]
-    if kernel == CUBLAS or profile.machine.compute_sms < profile.machine.sms:
-        return [slab_ends(profile, product, [tiles], k, free)[0] for tiles in pieces]
+    parts = [slab_tiles(one, product) for one in plan.own]
+    if kernel == CUBLAS:
+        return [slab_ends(profile, product, [tiles], k, free)[0] for one in parts for tiles in one]
+    if profile.machine.compute_sms < profile.machine.sms:
+        kernels = [[0.0, *slab_ends(profile, product, one, k, free)] for one in parts]
+        return [end - start for ends in kernels for start, end in pairwise(ends)]
     tiles = slab_tiles(plan.others, product)
-    ends = slab_ends(profile, product, [*tiles, *pieces], k, free)[len(tiles) - 1 :]
+    ends = slab_ends(profile, product, [*tiles, *chain(*parts)], k, free)[len(tiles) - 1 :]
     return [end - start for start, end in pairwise(ends)]
 
 
-def piece_bytes(plan: SumPlan) -> list[int]:
-    """Size of the exchange of each own piece, as if a rank sent one to itself, too; 0 where it stays here."""
+def part_bytes(plan: SumPlan) -> list[int]:
+    """Size of the exchange of each of these parts, as if a rank sent it to itself, too; 0 where it stays here."""
     sent = plan.ranks if plan.op == "all_reduce" else 0
-    return [one.size * sent * ITEMSIZE for one in plan.own]
+    return [slab.elements * sent * ITEMSIZE for own in plan.own for slab in own.slabs]
 
 
 def slab_lengths(profile: Profile, plan: Plan, k: int, kernel: str, free: int) -> list[float]:
@@ -161,11 +167,11 @@ def least_ms(profile: Profile, plan: Plan | SumPlan, k: int, kernel: str, free: 
 
 
 def _least_sum_ms(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -> float:
-    lengths, pieces = slab_lengths(profile, plan.others, k, kernel, free), piece_lengths(profile, plan, k, kernel, free)
+    lengths, parts = slab_lengths(profile, plan.others, k, kernel, free), part_lengths(profile, plan, k, kernel, free)
     alone = [profile.alone[plan.others.op](size) + profile.wait_ms for size in slab_bytes(plan.others)]
-    back = [profile.alone[plan.others.op](size) + profile.wait_ms for size in piece_bytes(plan) if size]
+    back = [profile.alone[plan.others.op](size) + profile.wait_ms for size in part_bytes(plan) if size]
     sent, last = lengths[0] + sum(alone), back[-1] if back else 0.0
-    return max(sum(lengths) + sum(pieces) + last, sent + pieces[-1] + last, sent + sum(back))
+    return max(sum(lengths) + sum(parts) + last, sent + parts[-1] + last, sent + sum(back))
 
 
 def reread_ms(profile: Profile, plan: Plan, k: int) -> float:

@@ -77,11 +77,13 @@ class Tuner:
         return chosen
 
     def candidates(self, shape: Shape) -> list[Candidate]:
-        """The best by prediction, no two alike in free SMs and number of slabs; and the static default."""
+        """The best by prediction, no two alike in number of slabs and in what may matter most besides: SMs that NCCL
+        has for itself, or the kernel where copy engines need none. And the static default."""
         found = candidates(self.profile, shape, self.kernels)
-        tried: dict[tuple[int, int], Candidate] = {}
+        tried: dict[tuple[int, int | str], Candidate] = {}
         for one in found:
-            tried.setdefault((len(one.slabs), one.free_sms), one)
+            besides = one.kernel if self.profile.machine.copies else one.free_sms
+            tried.setdefault((len(one.slabs), besides), one)
         slabs = self.static(shape)
         static = next((one for one in found if one.slabs == slabs), None)
         best = list(tried.values())[:TRIED]
