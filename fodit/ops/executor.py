@@ -25,6 +25,9 @@ class Executor(Protocol):
     def fill(self, index: int) -> Ready:
         """Say when slab `index` can be sent; slabs are asked for in order."""
 
+    def last_wave(self) -> Ready:
+        """Say when SMs become free; after all slabs were filled."""
+
 
 def make_executor(
     plan: Plan,
@@ -87,6 +90,10 @@ class TorchExecutor:
         if index + 1 == len(self.plan.slabs):
             self._fill(self.plan.local)
         return ready
+
+    def last_wave(self) -> Ready:
+        """Torch does not say: when all is done."""
+        return StreamReached(self.buffer.device)
 
     def _fill(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
@@ -179,7 +186,7 @@ class CudaExecutor:
         if counters is None:
             counters = torch.zeros(counters_of(plan), dtype=torch.int32, device=a.device)
         self._counters = counters
-        self._tiles = tiles
+        self._tiles, self._sms = tiles, sms
         self._started = StreamReached(a.device)
         code = gemm.ACTIVATIONS[act]
         start = gemm.signaling_gemm if torch.compiler.is_compiling() else gemm.launch
@@ -188,6 +195,12 @@ class CudaExecutor:
     def fill(self, index: int) -> Ready:
         """Slab `index` is under way since the executor was made."""
         return SlabSignal(self._started, self._counters, index, self._tiles[index])
+
+    def last_wave(self) -> Ready:
+        """As many tiles of the last slab are left as there are SMs, or the first one of it is done."""
+        sms = self._sms or torch.cuda.get_device_properties(self._counters.device).multi_processor_count
+        tiles = self._tiles[-1]
+        return SlabSignal(self._started, self._counters, len(self._tiles) - 1, min(max(tiles - sms, 1), tiles))
 
 
 @lru_cache(maxsize=256)

@@ -25,7 +25,7 @@ from fodit.tune.profile import COLLECTIVES, COPY_ENGINES, CUBLAS, OPERATIONS, Be
 from fodit.tune.works import ATTENTION_HEADS, ATTENTION_TOKENS, COLUMNS, Attention, LongWork, Operands, Reached, Started
 
 MB = 1 << 20
-SIZES = (MB // 8, MB // 2, 2 * MB, 8 * MB, 32 * MB, 128 * MB)  # of collectives alone
+SIZES = (MB // 8, MB // 2, 2 * MB, 8 * MB, 32 * MB, 128 * MB, 512 * MB)  # of collectives alone
 BESIDE_SIZES = (MB, 8 * MB, 32 * MB, 128 * MB)
 FREE_SMS = (0, 2, 4, 8, 12, 16, 20)
 MOST_FREE = 1 / 6  # of the SMs
@@ -101,7 +101,7 @@ class _Measuring:
         self.say = lambda text: say(f"{clock.elapsed_s:6.1f} s  {text}")
         self.kernels = shared_kernels(comm.device, clock.control, dtype)
         largest = max(SIZES) // dtype.itemsize
-        self.sent = torch.randn(2 * largest, device=comm.device, dtype=dtype)
+        self.sent = torch.randn(largest, device=comm.device, dtype=dtype)
         self.received = comm.empty(self.sent.numel(), self.sent)
         self.watch = torch.cuda.Stream(comm.device)  # waits for collectives beside the compute stream
         self._turn = 0

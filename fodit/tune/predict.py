@@ -115,8 +115,17 @@ def sum_tasks(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -
 
 
 def part_lengths(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -> list[float]:
-    """How long the product works on each part of the own pieces. Each piece is a kernel of its own; it starts in the
-    last wave of the one before, unless their stream has less than all SMs."""
+    """How long the product works on each part of the own pieces, what it adds included, which it reads at the speed of
+    a copy. Each piece is a kernel of its own; it starts in the last wave of the one before, unless their stream has
+    less than all SMs."""
+    added = [
+        (plan.ranks - 1) * slab.elements * ITEMSIZE / profile.copy_gbs / 1e6 for own in plan.own for slab in own.slabs
+    ]
+    lengths = _part_lengths(profile, plan, k, kernel, free)
+    return [ms + more for ms, more in zip(lengths, added, strict=True)]
+
+
+def _part_lengths(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -> list[float]:
     product = profile.kernels[kernel]
     parts = [slab_tiles(one, product) for one in plan.own]
     if kernel == CUBLAS:
@@ -157,21 +166,23 @@ def least_ms(profile: Profile, plan: Plan | SumPlan, k: int, kernel: str, free: 
     if isinstance(plan, SumPlan):
         return _least_sum_ms(profile, plan, k, kernel, free)
     op, sizes, lengths = plan.op, slab_bytes(plan), slab_lengths(profile, plan, k, kernel, free)
-    alone = [profile.alone[op](size) + profile.wait_ms for size in sizes]
-    first, product, whole = lengths[0], sum(lengths), sum(alone)
+    name = context(kernel, free)
+    first, product, whole = lengths[0], sum(lengths), sum(busy_ms(profile, op, name, size) for size in sizes)
     slowed = 1.0
     if kernel != CUBLAS:
-        slowed = min(profile.slower(op, context(kernel, free), size) for size in sizes)
-    sent = product - (lengths[-1] if plan.local else 0.0)
-    return max(product, sent + alone[-1], product + whole - (product - first) / slowed)
+        slowed = min(profile.slower(op, name, size) for size in sizes)
+    sent, last = product - (lengths[-1] if plan.local else 0.0), profile.alone[op](sizes[-1])
+    return max(product, sent + last, product + whole - (product - first) / slowed)
 
 
 def _least_sum_ms(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -> float:
     lengths, parts = slab_lengths(profile, plan.others, k, kernel, free), part_lengths(profile, plan, k, kernel, free)
-    alone = [profile.alone[plan.others.op](size) + profile.wait_ms for size in slab_bytes(plan.others)]
-    back = [profile.alone[plan.others.op](size) + profile.wait_ms for size in part_bytes(plan) if size]
-    sent, last = lengths[0] + sum(alone), back[-1] if back else 0.0
-    return max(sum(lengths) + sum(parts) + last, sent + parts[-1] + last, sent + sum(back))
+    op, name = plan.others.op, context(kernel, free)
+    back = [size for size in part_bytes(plan) if size]
+    sent = lengths[0] + sum(busy_ms(profile, op, name, size) for size in slab_bytes(plan.others))
+    last = profile.alone[op](back[-1]) if back else 0.0
+    returned = sum(busy_ms(profile, op, name, size) for size in back)
+    return max(sum(lengths) + sum(parts) + last, sent + parts[-1] + last, sent + returned)
 
 
 def reread_ms(profile: Profile, plan: Plan, k: int) -> float:
@@ -184,6 +195,15 @@ def reread_ms(profile: Profile, plan: Plan, k: int) -> float:
     return REREAD_SHOWN * again * k * ITEMSIZE / profile.copy_gbs / 1e6
 
 
+def busy_ms(profile: Profile, op: str, name: str, size: float) -> float:
+    """How long a collective beside `name` keeps the next one waiting.
+
+    Back to back beside a product, small exchanges by copy engines take less time each than one takes alone: the next
+    one is under way while the signals of the last one are.
+    """
+    return min(profile.beside[op][name].curve(size), profile.alone[op](size)) + profile.wait_ms
+
+
 def context(kernel: str, free: int) -> str:
     """The name in `Profile.beside` of what runs beside the collectives."""
     return CUBLAS if kernel == CUBLAS else str(free)
@@ -194,13 +214,14 @@ def _collective(profile: Profile, op: str, size: float, after: int, product: str
 
     Slabs of a signaling kernel are tasks of their own, but it is one kernel: nothing gets in between them.
     """
-    alone = profile.alone[op](size)
+    busy = busy_ms(profile, op, product, size)
     others = {kind: kind for kind in (CUBLAS, ATTENTION) if kind in profile.beside[op]}
     held = frozenset(kind for kind in others if profile.holds(op, kind))
     slowed = {
         kind: profile.slower(op, name, size) for kind, name in {PRODUCT: product, **others}.items() if kind not in held
     }
-    return Task(COMMUNICATION, op, alone + profile.wait_ms, (after,), slowed, held)
+    lag = profile.alone[op](size) + profile.wait_ms - busy
+    return Task(COMMUNICATION, op, busy, (after,), slowed, held, lag)
 
 
 def attention_ms(profile: Profile, batch: int, heads: int, tokens: int, dim: int) -> float:

@@ -18,7 +18,7 @@ MOST_SLABS = 10
 LEAST_GAIN = 0.01  # of the serial time, measured; below, a plan is not worth its trouble
 UNSURE = 0.034  # the predictor's error: a plan that is predicted to gain less may lose
 FINE = 5  # kernels and numbers of free SMs for which all partitions are tried
-COARSE_PARTITIONS = ((1,) * 4, (1,) * 8, (1, 2, 4, 4, 4, 2, 1))
+COARSE_PARTITIONS = ((1,) * 2, (1, 4, 1), (1,) * 4, (1,) * 8, (1, 2, 4, 4, 4, 2, 1))
 
 
 @dataclass(frozen=True)
