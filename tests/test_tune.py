@@ -38,7 +38,8 @@ from fodit.tune.simulate import COMMUNICATION, COMPUTE, Task, simulate
 from fodit.tune.store import Attention, HeadGroups, Plans
 
 NCCL = ("nvlink-nccl", "no-p2p-nccl", "consumer-nccl")  # recorded with NCCL doing everything
-LINKS = ("nvlink", "no-p2p", *NCCL)
+COPIES = ("nvlink", "no-p2p", "consumer")
+LINKS = (*COPIES, *NCCL)
 ERROR = 0.034  # mean absolute error of predictions, that of the FlashOverlap paper
 REGRET = 0.01  # mean, of the measured time of the predicted best over the measured best
 CPU = torch.device("cpu")
@@ -212,11 +213,13 @@ def test_what_holds_collectives_up(link):
         assert held == (set() if link == "consumer-nccl" else {"0", CUBLAS, "attention"} & set(both)), op
 
 
-@pytest.mark.parametrize("link", ["nvlink", "no-p2p"])
+@pytest.mark.parametrize("link", COPIES)
 def test_nothing_holds_copy_engines_up(link):
     profile = shipped()[f"h200-x2-{link}"]
     assert not any(profile.holds("all_to_all", name) for name in profile.beside["all_to_all"])
-    assert max(one.slowed for one in profile.beside["all_to_all"].values()) < 1.03, "they take no SM"
+    slowed = max(one.slowed for one in profile.beside["all_to_all"].values())
+    # They take no SM. But over NVLink, at some 370 GB/s each way, memory bandwidth and power.
+    assert slowed < (1.06 if link == "nvlink" else 1.02)
 
 
 def test_attention_has_fewer_sms_on_smaller_gpus():
@@ -301,7 +304,7 @@ def test_predictions_against_measurements():
         for shape, found in shapes:
             pairs += predictions(profile, shape, found, ("chosen", "static"))
         errors += [abs(predicted / measured - 1) for predicted, measured in pairs]
-    assert len(errors) == 3 * (3 * 20 + 2 * 5)
+    assert len(errors) == 3 * (3 * 20 + 3 * 25)
     assert sum(errors) / len(errors) <= ERROR
 
 
@@ -580,6 +583,7 @@ def test_nearest():
     assert nearest(replace(cards, compute_sms=24), known) == "h200-x2-consumer-nccl"
     assert nearest(replace(cards, link="host memory, copy engines"), known) == "h200-x2-no-p2p"
     assert nearest(replace(cards, link="peer access, copy engines"), known) == "h200-x2-nvlink"
+    assert nearest(replace(cards, link="host memory, copy engines", compute_sms=24), known) == "h200-x2-consumer"
 
 
 def test_kernels_that_a_profile_lacks():
@@ -631,7 +635,7 @@ def test_explain():
     assert "measured    6.000 ms" in explain(
         "all_reduce", 1000, 640, 64, planner=Planner(profile, plans=make_plans(profile))
     )
-    with pytest.raises(ValueError, match="neither a file, nor one of h200-x2-consumer-nccl"):
+    with pytest.raises(ValueError, match="neither a file, nor one of h200-x2-consumer"):
         explain("all_reduce", 1, 1, 1, profile="none")
 
 

@@ -11,6 +11,7 @@ from fodit.plan import TILE_FIELDS, Plan, tile_program
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 ACTIVATIONS = {"none": 0, "gelu-tanh": 1}
+PROGRAMS = 1024  # kept; making one takes the host milliseconds, and a sum by exchanges has up to eleven
 
 
 @torch.library.custom_op("fodit::signaling_gemm", mutates_args=("out", "counters"))
@@ -138,7 +139,7 @@ def refusal(a: torch.Tensor, weights: Sequence[torch.Tensor]) -> str | None:
     return None
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=PROGRAMS)
 def device_program(plan: Plan, tile_m: int, tile_n: int, device: torch.device) -> tuple[torch.Tensor, tuple[int, ...]]:
     """The plan's tile program as int32 [tiles, 12] on the device, and the tiles of each slab."""
     program = tile_program(plan, tile_m, tile_n)

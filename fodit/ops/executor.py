@@ -203,7 +203,7 @@ class CudaExecutor:
         return SlabSignal(self._started, self._counters, len(self._tiles) - 1, min(max(tiles - sms, 1), tiles))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=gemm.PROGRAMS)
 def choose_kernel(
     plan: Plan, device: torch.device, dtype: torch.dtype, named: str | None = None
 ) -> tuple[Kernel | None, tuple[str, ...]]:

@@ -44,7 +44,7 @@ def sum_over_ranks(plan: SumPlan, product: Product, like: torch.Tensor, comm: Co
             arriving[index].wait()
             executor = product(own, rows(mine[0][0], mine[-1][1]), addends, counters[1 + index])
             ready = [executor.fill(part) for part in range(len(own.slabs))]
-            streams.ended = executor.last_wave()
+            streams.took(executor)
         if plan.op == "all_reduce":
             for part, condition in enumerate(ready):
                 theirs = [rows(*one[index][part]) for one in plan.parts]
@@ -60,13 +60,10 @@ class _Turns:
 
     A kernel's last wave leaves SMs idle. On one stream the next kernel would wait for its end; on another one it takes
     them. The first piece follows the product of the other ranks' rows, which is on the current stream.
-
-    Attributes:
-        ended: when the last piece so far is in its last wave. Before, the next one could get ahead of it.
     """
 
     def __init__(self, comm: Communicator, pieces: int) -> None:
-        self.ended: Ready | None = None
+        self._last_wave: Ready | None = None
         self._pieces, self._second = pieces, comm.second_stream if pieces > 1 else None
         if self._second is not None:
             self._current = torch.cuda.current_stream(comm.device.index)
@@ -77,9 +74,14 @@ class _Turns:
         if self._second is None:
             return nullcontext()
         stream = self._current if (self._pieces - index) % 2 else self._second
-        if self.ended is not None:
-            self.ended.hold(stream)
+        if self._last_wave is not None:
+            self._last_wave.hold(stream)
         return torch.cuda.stream(stream)
+
+    def took(self, executor: Executor) -> None:
+        """The next piece must not get ahead of this one: it starts in its last wave."""
+        if self._second is not None:
+            self._last_wave = executor.last_wave()
 
     def join(self) -> None:
         """The current stream goes on when both are done."""

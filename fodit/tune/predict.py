@@ -135,7 +135,10 @@ def _part_lengths(profile: Profile, plan: SumPlan, k: int, kernel: str, free: in
         return [end - start for ends in kernels for start, end in pairwise(ends)]
     tiles = slab_tiles(plan.others, product)
     ends = slab_ends(profile, product, [*tiles, *chain(*parts)], k, free)[len(tiles) - 1 :]
-    return [end - start for start, end in pairwise(ends)]
+    started = [
+        max(product.launch_ms, 0.0) if first else 0.0 for one in parts for first in (True, *[False] * (len(one) - 1))
+    ]
+    return [end - start + launch for (start, end), launch in zip(pairwise(ends), started, strict=True)]
 
 
 def part_bytes(plan: SumPlan) -> list[int]:
@@ -201,7 +204,9 @@ def busy_ms(profile: Profile, op: str, name: str, size: float) -> float:
     Back to back beside a product, small exchanges by copy engines take less time each than one takes alone: the next
     one is under way while the signals of the last one are.
     """
-    return min(profile.beside[op][name].curve(size), profile.alone[op](size)) + profile.wait_ms
+    alone = profile.alone[op](size)
+    busy = min(profile.beside[op][name].curve(size), alone) if profile.machine.copies else alone
+    return busy + profile.wait_ms
 
 
 def context(kernel: str, free: int) -> str:
