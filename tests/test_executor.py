@@ -42,8 +42,9 @@ def play(a, weights, biases, out, program, counters, kernel, act, sms, addends):
 
 
 @contextmanager
-def played_kernels(broken=()):
-    """Kernels that run on the CPU; yields the names of those that ran. A broken one forgets its first tile."""
+def played_kernels(broken=(), deaf=()):
+    """Kernels that run on the CPU; yields the names of those that ran. A broken one forgets its first tile, a deaf one
+    what it should add."""
     runs = []
 
     def count(a, weights, biases, out, program, counters, kernel, act, sms, addends):
@@ -51,7 +52,7 @@ def played_kernels(broken=()):
         if kernel in broken:
             counters[0] += 1
             program = program[1:]
-        play(a, weights, biases, out, program, counters, kernel, act, sms, addends)
+        play(a, weights, biases, out, program, counters, kernel, act, sms, None if kernel in deaf else addends)
 
     executor.choose_kernel.cache_clear()
     failure.cache_clear()
@@ -79,7 +80,7 @@ def played_exchange(*arguments):
 def test_reducing_products(pool, ranks):
     for rows, k, width, slabs in [(64, 16, 24, 4), (129, 8, 72, 3), (511, 24, 5, None)]:
         for error, runs in pool.run(ranks, played_reduce, rows, k, width, slabs, True, torch.float32):
-            assert max(error) < 1e-5 and len(runs) in (3, 4), "each kernel that is used was tested first"
+            assert max(error) < 1e-5 and len(runs) in (4, 6), "each kernel that is used was tested first"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -93,7 +94,7 @@ def test_sums_by_exchanges(pool, ranks):
 def test_all_to_all(pool, ranks):
     for case in [(17, 2, 5, 4, 1, "none", False), (40, 1, 8, 16, 2, "gelu-tanh", False)]:
         for error, runs in pool.run(ranks, played_exchange, *case):
-            assert error < 1e-4 and len(runs) == 2
+            assert error < 1e-4 and len(runs) == 3
 
 
 class Planner:
@@ -110,11 +111,11 @@ class Planner:
 @pytest.mark.parametrize(
     "answer, ran, sms",
     [
-        ({"overlap": True, "slabs": (1, 2), "kernel": "small", "free_sms": 12}, ["small", "small"], 120),
-        ({"overlap": True, "slabs": (1, 2), "kernel": "small", "free_sms": 0}, ["small", "small"], 132),
+        ({"overlap": True, "slabs": (1, 2), "kernel": "small", "free_sms": 12}, ["small"] * 3, 120),
+        ({"overlap": True, "slabs": (1, 2), "kernel": "small", "free_sms": 0}, ["small"] * 3, 132),
         # Another kernel than was planned must not take the SMs that the planned way needs none of.
-        ({"overlap": True, "slabs": (1, 2), "kernel": None, "free_sms": 0}, ["wide", "wide"], 124),
-        ({"overlap": True, "slabs": (1, 2), "kernel": "of another machine", "free_sms": 0}, ["wide", "wide"], 124),
+        ({"overlap": True, "slabs": (1, 2), "kernel": None, "free_sms": 0}, ["wide"] * 3, 124),
+        ({"overlap": True, "slabs": (1, 2), "kernel": "of another machine", "free_sms": 0}, ["wide"] * 3, 124),
         ({"overlap": False, "slabs": (1,), "kernel": None, "free_sms": 0}, [], None),
     ],
 )
@@ -143,7 +144,7 @@ def test_permuted_storage_is_one_kernel(slabs):
     layout = UlyssesLayout(0, 1, 20, 1, 4, 16, slabs)
     with played_kernels() as runs:
         arrivals = gemm_all_to_all(a, weights, [None] * 3, comm=comm, plan=layout.projection_plan)
-    assert runs == ["small", "small"], "tested, then used"
+    assert runs == ["small"] * 3, "tested without and with addends, then used"
     heads = torch.cat([arrivals.wait(group).view(20, 3, -1) for group in range(slabs)], dim=-1)
     assert torch.allclose(heads, torch.stack([a @ weight.t() for weight in weights], dim=1), atol=1e-4)
     assert not layout.projection_plan.by_rows
@@ -155,8 +156,8 @@ def test_a_wrong_kernel_is_not_used():
     a, weight = (torch.randn(*shape, generator=generator) for shape in [(300, 16), (500, 16)])
     comm = Communicator(None, torch.device("cpu"))
     for broken, ran in [
-        ((), ["wide", "wide"]),  # tested, then used
-        ((0,), ["wide", "small", "small"]),
+        ((), ["wide"] * 3),  # tested without and with addends, then used
+        ((0,), ["wide", *["small"] * 3]),
         ((0, 1), ["wide", "small"]),
     ]:
         comm.fallbacks.clear()
@@ -167,3 +168,14 @@ def test_a_wrong_kernel_is_not_used():
         for index in broken:
             name = KERNELS[index].name
             assert any(f"the kernel {name} is not used: its result is off by inf" in text for text in comm.fallbacks)
+
+
+def test_a_kernel_that_does_not_add_is_not_used():
+    generator = torch.Generator().manual_seed(0)
+    a, weight = (torch.randn(*shape, generator=generator) for shape in [(300, 16), (500, 16)])
+    comm = Communicator(None, CPU)
+    with played_kernels(deaf=(0,)) as runs:
+        assert torch.allclose(gemm_all_reduce(a, weight, comm=comm), a @ weight.t(), atol=1e-4)
+    assert runs == ["wide"] * 2 + ["small"] * 3
+    (note,) = comm.fallbacks
+    assert "the kernel wide is not used: its result is off by" in note

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ LIBRARY = "libfodit_kernels.so"
 DEFAULT_ARCHS = "80,86,89,90a,120"
 AMPERE_ARCHS = ("80", "86", "89", "90", "120")
 HOPPER_ARCHS = ("90a",)
+SERIALISED = "C7510"  # ptxas: wgmma instructions wait for each other, such as at a call of a function not inlined
 HOST_FLAGS = "-Xcompiler=-fPIC,-fvisibility=hidden"
 FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", HOST_FLAGS, "-cudart=static")
 
@@ -94,11 +96,12 @@ def object_commands(source: Path, work: Path, archs: Sequence[str], nvcc: str, c
     return commands
 
 
-def run(command: Sequence[str]) -> None:
-    """Runs one compiler command; its output is the message of the BuildError if it fails."""
+def run(command: Sequence[str]) -> str:
+    """The output of one compiler command, which is the message of the BuildError if it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         raise BuildError(f"{' '.join(command)}\nended with status {done.returncode}:\n{done.stdout}")
+    return done.stdout
 
 
 def build(out: Path, source: Path | None = None, jobs: int | None = None) -> Path:
@@ -120,7 +123,9 @@ def build(out: Path, source: Path | None = None, jobs: int | None = None) -> Pat
     with tempfile.TemporaryDirectory(prefix="fodit-build-") as folder:
         commands = object_commands(source, Path(folder), archs, nvcc, cutlass)
         with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
-            list(pool.map(run, commands.values()))
+            said = list(pool.map(run, commands.values()))
+        if any(SERIALISED in one for one in said):
+            warnings.warn("this nvcc makes the Hopper kernels wait for every product: they will be slow", stacklevel=2)
         fresh = Path(folder) / LIBRARY
         hidden = "-Xlinker=--exclude-libs,ALL"  # the static CUDA runtime's symbols stay inside
         run([nvcc, "-shared", "-cudart=static", hidden, *map(str, commands), "-o", str(fresh)])

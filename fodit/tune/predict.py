@@ -7,7 +7,7 @@ the product than alone. Both go into the simulator of two queues.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from math import ceil
 
 from fodit.plan import Plan, SumPlan, UlyssesLayout, split_sizes
@@ -22,6 +22,7 @@ MLP_RATIO = 4  # columns of CogVideoX's first MLP product over its input's
 SMALLEST = 16  # the smallest useful slab is a sixteenth
 HALF_FULL = 0.5
 REREAD_SHOWN = 0.5
+PIECE_MS = 0.01  # of a piece of a sum, beyond its launch: its waits, its first stages, its last tile's stores
 
 
 def waves(tiles: int, sms: int) -> float:
@@ -115,30 +116,30 @@ def sum_tasks(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -
 
 
 def part_lengths(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -> list[float]:
-    """How long the product works on each part of the own pieces, what it adds included, which it reads at the speed of
-    a copy. Each piece is a kernel of its own; it starts in the last wave of the one before, unless their stream has
-    less than all SMs."""
-    added = [
-        (plan.ranks - 1) * slab.elements * ITEMSIZE / profile.copy_gbs / 1e6 for own in plan.own for slab in own.slabs
-    ]
-    lengths = _part_lengths(profile, plan, k, kernel, free)
-    return [ms + more for ms, more in zip(lengths, added, strict=True)]
+    """How long the product works on each part of the own pieces. What it adds it reads at the speed of a copy.
+
+    Each piece is a kernel of its own; it starts in the last wave of the one before, unless their stream has less than
+    all SMs. What that costs, `PIECE_MS`, fits 198 plans over NVLink between two H200 with a mean error of 3.8 %.
+    """
+    product, lengths = profile.kernels[kernel], []
+    before = slab_tiles(plan.others, product)  # tiles computed in the same waves
+    for own in plan.own:
+        tiles = slab_tiles(own, product)
+        if kernel == CUBLAS:  # a product for each part
+            taken = [slab_ends(profile, product, [count], k, free)[0] for count in tiles]
+        elif profile.machine.compute_sms < profile.machine.sms:
+            taken = _differences([0.0, *slab_ends(profile, product, tiles, k, free)])
+        else:
+            taken = _differences(slab_ends(profile, product, [*before, *tiles], k, free)[len(before) - 1 :])
+            taken[0] += max(product.launch_ms, 0.0) + PIECE_MS
+            before += tiles
+        for ms, slab in zip(taken, own.slabs, strict=True):
+            lengths.append(ms + (plan.ranks - 1) * slab.elements * ITEMSIZE / profile.copy_gbs / 1e6)
+    return lengths
 
 
-def _part_lengths(profile: Profile, plan: SumPlan, k: int, kernel: str, free: int) -> list[float]:
-    product = profile.kernels[kernel]
-    parts = [slab_tiles(one, product) for one in plan.own]
-    if kernel == CUBLAS:
-        return [slab_ends(profile, product, [tiles], k, free)[0] for one in parts for tiles in one]
-    if profile.machine.compute_sms < profile.machine.sms:
-        kernels = [[0.0, *slab_ends(profile, product, one, k, free)] for one in parts]
-        return [end - start for ends in kernels for start, end in pairwise(ends)]
-    tiles = slab_tiles(plan.others, product)
-    ends = slab_ends(profile, product, [*tiles, *chain(*parts)], k, free)[len(tiles) - 1 :]
-    started = [
-        max(product.launch_ms, 0.0) if first else 0.0 for one in parts for first in (True, *[False] * (len(one) - 1))
-    ]
-    return [end - start + launch for (start, end), launch in zip(pairwise(ends), started, strict=True)]
+def _differences(ends: Sequence[float]) -> list[float]:
+    return [end - start for start, end in pairwise(ends)]
 
 
 def part_bytes(plan: SumPlan) -> list[int]:
@@ -194,7 +195,7 @@ def reread_ms(profile: Profile, plan: Plan, k: int) -> float:
     A slab of rows needs all weights, one of columns all of A. That half of it shows fits 25 shapes in three link
     profiles on two H200.
     """
-    again = plan.rows if plan.op == "all_to_all" else sum(plan.widths)
+    again = sum(plan.widths) if plan.by_rows else plan.rows
     return REREAD_SHOWN * again * k * ITEMSIZE / profile.copy_gbs / 1e6
 
 
