@@ -236,3 +236,14 @@ def test_bad_operands(change, words):
     given = {"a": torch.zeros(6, 8), "weight": torch.zeros(4, 8), "bias": None, "plan": None} | change
     with pytest.raises(ValueError, match=words):
         gemm_all_reduce(given["a"], given["weight"], given["bias"], comm=communicator(), plan=given["plan"])
+
+
+def of_another_rank():
+    comm = communicator()
+    plan = sum_plan("all_reduce", 6, 4, comm.size, 1 - comm.rank)
+    gemm_all_reduce(torch.zeros(6, 8), torch.zeros(4, 8), comm=comm, plan=plan)
+
+
+def test_the_plan_of_another_rank_is_refused(pool):
+    for rank, text in enumerate(pool.errors(2, of_another_rank)):
+        assert f"the plan is for rank {1 - rank}, this is rank {rank}" in text

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,14 +26,22 @@ class Pending:
     for. Freed earlier, their memory could be given to the next operation of the compute stream.
     """
 
-    def __init__(self, finish: Callable[[], None] | None, kept: tuple[Any, ...]) -> None:
+    def __init__(
+        self, finish: Callable[[], None] | None, kept: tuple[Any, ...], timeline: Timeline | None = None
+    ) -> None:
         self._finish = finish
         self._kept = kept
+        self._timeline = timeline
 
-    def wait(self) -> None:
-        """Let the current stream (on a CPU: the caller) wait for the collective. A second call does nothing."""
+    def wait(self, exposed: bool = True) -> None:
+        """Let the current stream (on a CPU: the caller) wait for the collective. A second call does nothing.
+
+        Args:
+            exposed: book the wait in the timeline; not where another stream computes meanwhile.
+        """
         if self._finish is not None:
-            self._finish()
+            with self._timeline.span(EXPOSED) if exposed and self._timeline is not None else nullcontext():
+                self._finish()
         self._finish, self._kept = None, ()
 
 
@@ -163,10 +172,9 @@ class Communicator:
             done.record()
 
         def finish() -> None:
-            with timeline.span(EXPOSED):
-                torch.cuda.current_stream(self.device).wait_event(done)
+            torch.cuda.current_stream(self.device).wait_event(done)
 
-        return Pending(finish, (*tensors, ready))
+        return Pending(finish, (*tensors, ready), timeline)
 
     def _start_on_host(self, collective: Any, tensors: tuple, kwargs: dict) -> Pending:
         begin = self.timeline.mark()
@@ -177,10 +185,9 @@ class Communicator:
             self.timeline.add(COMMUNICATION, begin, end)
 
         def finish() -> None:
-            with self.timeline.span(EXPOSED):
-                work.wait()
+            work.wait()
 
-        return Pending(finish, tensors)
+        return Pending(finish, tensors, self.timeline)
 
     def all_to_all(
         self,
@@ -213,12 +220,7 @@ class Communicator:
         assert self.copies is not None
         ready = ready or StreamReached(self.device)
         end = self.copies.start(targets, sources, ready, self.timeline)
-
-        def finish() -> None:
-            with self.timeline.span(EXPOSED):
-                end()
-
-        return self._started(Pending(finish, (*targets, *sources, ready)))
+        return self._started(Pending(end, (*targets, *sources, ready), self.timeline))
 
     def _without_own(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A part for each rank, an empty one for this rank."""

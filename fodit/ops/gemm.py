@@ -244,4 +244,6 @@ def _check(
         given = (plan.op, plan.ranks, plan.rows, plan.widths)
         if wanted != given:
             raise ValueError(f"the plan is for (op, ranks, M, N) = {given}, the operands need {wanted}")
+        if isinstance(plan, SumPlan) and plan.rank != comm.rank:
+            raise ValueError(f"the plan is for rank {plan.rank}, this is rank {comm.rank}")
     return a.shape[0], weights[0].shape[0]

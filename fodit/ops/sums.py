@@ -41,7 +41,7 @@ def sum_over_ranks(plan: SumPlan, product: Product, like: torch.Tensor, comm: Co
         addends = buffer[slab.recv_start : slab.recv_stop].view(plan.ranks - 1, own.size)
         mine = plan.parts[plan.rank][index]
         with streams.turn(index):
-            arriving[index].wait()
+            arriving[index].wait(exposed=not streams.two)
             executor = product(own, rows(mine[0][0], mine[-1][1]), addends, counters[1 + index])
             ready = [executor.fill(part) for part in range(len(own.slabs))]
             streams.took(executor)
@@ -68,6 +68,10 @@ class _Turns:
         if self._second is not None:
             self._current = torch.cuda.current_stream(comm.device.index)
             self._second.wait_stream(self._current)
+
+    @property
+    def two(self) -> bool:
+        return self._second is not None
 
     def turn(self, index: int) -> AbstractContextManager:
         """In which the current stream is that of a piece."""
