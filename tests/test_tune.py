@@ -24,7 +24,6 @@ from fodit.tune.predict import (
     overlapped_ms,
     product_ms,
     segment_ms,
-    sender,
     serial_ms,
     slab_ends,
     slab_tiles,
@@ -348,9 +347,7 @@ def test_search_finds_what_all_candidates_would(link):
         everything = min(
             overlapped_ms(profile, shape.plan(slabs, copies), shape.k, kernel, free)
             for slabs in partitions(shape.most_slabs(copies))[::3]
-            for kernel in profile.kernels
-            if kernel != CUBLAS
-            for free in profile.free_sms(sender(profile, shape.op))
+            for kernel, free in ways(profile, shape.op, None)
         )
         found = candidates(profile, shape)
         assert found == sorted(found) and found[0].predicted_ms <= everything * 1.01

@@ -113,7 +113,9 @@ class _Measuring:
         self.say("collectives alone")
         wait_ms, host_ms = self._overheads()
         attention = {dim: self._attention(dim) for dim in (64, 128)}
-        frees = [free for free in FREE_SMS if free <= self.machine.compute_sms * MOST_FREE] if self.kernels else [0]
+        frees = [0]
+        if self.kernels and self.comm.copies is None:
+            frees = [free for free in FREE_SMS if free <= self.machine.compute_sms * MOST_FREE]
         pace = {free: self._pace(kernels, free) for free in frees}
         self.say("attention, and products with fewer SMs")
         works = {CUBLAS: self._long_operands(kernels, CUBLAS).long(None, 0)}

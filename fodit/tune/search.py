@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fodit.ops.gemm import ROW_ALIGN
 from fodit.plan import Plan, SumPlan, UlyssesLayout, all_reduce_plan, reduce_scatter_plan, sum_plan
 from fodit.tune.choice import Choice
-from fodit.tune.predict import least_ms, overlapped_ms, sender, serial_ms
+from fodit.tune.predict import least_ms, overlapped_ms, serial_ms
 from fodit.tune.profile import CUBLAS, Profile
 
 Option = TypeVar("Option", bound=tuple[Any, ...])  # of a search; the first of equals is taken
@@ -112,9 +112,9 @@ def usable_kernels(profile: Profile, kernels: Iterable[str] | None) -> list[str]
 
 
 def ways(profile: Profile, op: str, kernels: Iterable[str] | None) -> list[tuple[str, int]]:
-    """Kernels with the numbers of SMs that they may leave free."""
+    """Kernels with the numbers of SMs that they may leave free: none for copy engines, which gain nothing by them."""
     usable = usable_kernels(profile, kernels)
-    frees = profile.free_sms(sender(profile, op))
+    frees = [0] if profile.machine.copies else profile.free_sms(op)
     if usable == [CUBLAS] or not frees:  # measured before there were kernels: what they do beside one is not known
         return [(CUBLAS, 0)]
     return [(kernel, free) for kernel in usable for free in frees]
