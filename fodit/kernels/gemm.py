@@ -14,8 +14,7 @@ ACTIVATIONS = {"none": 0, "gelu-tanh": 1}
 PROGRAMS = 1024  # kept; making one takes the host milliseconds, and a sum by exchanges has up to eleven
 
 
-@torch.library.custom_op("fodit::signaling_gemm", mutates_args=("out", "counters"))
-def signaling_gemm(
+def launch(
     a: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
@@ -47,27 +46,6 @@ def signaling_gemm(
     Raises:
         KernelError: with the call's name and arguments.
     """
-    launch(a, weights, biases, out, program, counters, kernel, act, sms, addends)
-
-
-@signaling_gemm.register_fake
-def _(a, weights, biases, out, program, counters, kernel, act, sms, addends=None) -> None:  # type: ignore[no-untyped-def]
-    return None
-
-
-def launch(
-    a: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    out: torch.Tensor,
-    program: torch.Tensor,
-    counters: torch.Tensor,
-    kernel: int,
-    act: int,
-    sms: int,
-    addends: torch.Tensor | None = None,
-) -> None:
-    """`signaling_gemm` without torch's dispatcher, which takes the host longer than all the rest."""
     arguments = Gemm(abi=ABI, dtype=DTYPES[a.dtype], act=act, kernel=kernel, sms=sms, tiles=program.shape[0])
     arguments.m, arguments.k, arguments.lda = a.shape[0], a.shape[1], a.stride(0)
     arguments.a, arguments.out, arguments.program = a.data_ptr(), out.data_ptr(), program.data_ptr()
@@ -81,9 +59,18 @@ def launch(
         arguments.n[index], arguments.ldw[index] = weight.shape[0], weight.stride(0)
         arguments.w[index] = weight.data_ptr()
         arguments.bias[index] = bias.data_ptr() if bias is not None else None
-    index = a.get_device()
-    with torch.cuda.device(index):  # the library launches on the current device
-        binding().gemm(arguments, torch.cuda.current_stream(index).cuda_stream)
+    device = a.get_device()
+    with torch.cuda.device(device):  # the library launches on the current one
+        binding().gemm(arguments, torch.cuda.current_stream(device).cuda_stream)
+
+
+# The same for torch.compile. Otherwise its way through torch's dispatcher takes the host longer than all the rest.
+signaling_gemm = torch.library.custom_op("fodit::signaling_gemm", launch, mutates_args=("out", "counters"))
+
+
+@signaling_gemm.register_fake
+def _(a, weights, biases, out, program, counters, kernel, act, sms, addends=None) -> None:  # type: ignore[no-untyped-def]
+    return None
 
 
 def binding() -> Library:
