@@ -12,6 +12,7 @@
 
 #include "driver.h"
 #include "error.h"
+#include "stream_value.h"
 
 namespace {
 
@@ -48,16 +49,10 @@ int copy(void* stream, void* to, const void* from, int64_t bytes) {
 
 // Sets the counter after the stream's copies.
 int write(void* stream, int32_t* counter, int32_t value) {
-  static const auto write = fodit::driver_function<decltype(&cuStreamWriteValue32)>("cuStreamWriteValue32", 12000);
-  if (write == nullptr) FAIL("fodit_push, fodit_grant or fodit_stage: cuStreamWriteValue32 is missing from the driver");
+  static const auto write = fodit::driver_function<fodit::StreamValue>("cuStreamWriteValue32", 12000);
   // The default flags put a barrier before the write: whoever sees the value sees what the stream did before.
-  const CUresult result = write(static_cast<CUstream>(stream), reinterpret_cast<CUdeviceptr>(counter),
-                                static_cast<cuuint32_t>(value), CU_STREAM_WRITE_VALUE_DEFAULT);
-  if (result != CUDA_SUCCESS) {
-    FAIL("fodit_push, fodit_grant or fodit_stage: cuStreamWriteValue32(counter %p, value %d) returned CUresult %d",
-         static_cast<const void*>(counter), value, int(result));
-  }
-  return 0;
+  return fodit::stream_value(write, "fodit_push, fodit_grant or fodit_stage: cuStreamWriteValue32", stream, counter,
+                             value, CU_STREAM_WRITE_VALUE_DEFAULT);
 }
 
 // The handle of the allocation that a device address lies in, and the offset in it. CUDA is asked for few of them more

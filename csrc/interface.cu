@@ -7,6 +7,7 @@
 
 #include "driver.h"
 #include "error.h"
+#include "stream_value.h"
 
 // The build defines FODIT_WITH_HOPPER and FODIT_WITH_AMPERE for the families it compiled, and FODIT_ARCHS.
 extern "C" {
@@ -153,13 +154,7 @@ int fodit_stream_sms(void* stream, int32_t* sms) {
 }
 
 int fodit_wait(void* stream, const int32_t* counter, int32_t target) {
-  static const auto wait_value = fodit::driver_function<decltype(&cuStreamWaitValue32)>("cuStreamWaitValue32", 12000);
-  if (wait_value == nullptr) FAIL("fodit_wait: cuStreamWaitValue32 is missing from the driver");
-  const CUresult result = wait_value(static_cast<CUstream>(stream), reinterpret_cast<CUdeviceptr>(counter),
-                                     static_cast<cuuint32_t>(target), CU_STREAM_WAIT_VALUE_GEQ);
-  if (result != CUDA_SUCCESS) {
-    FAIL("fodit_wait: cuStreamWaitValue32(counter %p, target %d) returned CUresult %d",
-         static_cast<const void*>(counter), target, int(result));
-  }
-  return 0;
+  static const auto wait = fodit::driver_function<fodit::StreamValue>("cuStreamWaitValue32", 12000);
+  return fodit::stream_value(wait, "fodit_wait: cuStreamWaitValue32", stream, counter, target,
+                             CU_STREAM_WAIT_VALUE_GEQ);
 }

@@ -44,9 +44,8 @@ class Timeline:
             return None
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
-            event.record(
-                stream or torch.cuda.current_stream(self.device.index)
-            )  # a thread's current device may be another
+            # A thread's current device may be another one.
+            event.record(stream or torch.cuda.current_stream(self.device.index))
             return event
         return time.perf_counter()
 

@@ -73,6 +73,11 @@ def _(a, weights, biases, out, program, counters, kernel, act, sms, addends=None
     return None
 
 
+def counters_of(plan: Plan) -> int:
+    """How many a launch takes: one for each slab, and one from which the kernel's blocks draw tiles."""
+    return len(plan.slabs) + 1
+
+
 def binding() -> Library:
     found = load()
     assert isinstance(found, Library), found

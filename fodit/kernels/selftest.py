@@ -38,7 +38,7 @@ def _failure(kernel: Kernel, device: torch.device, dtype: torch.dtype, addends: 
     biases = [draw(plan.widths[0]), None, draw(plan.widths[2])]
     added = draw(addends, plan.size)
     out = torch.full((plan.size,), torch.nan, device=device, dtype=dtype)
-    counters = torch.zeros(len(plan.slabs) + 1, dtype=torch.int32, device=device)
+    counters = torch.zeros(gemm.counters_of(plan), dtype=torch.int32, device=device)
     try:
         gemm.launch(a, weights, biases, out, table, counters, kernel.index, 0, 0, added if addends else None)
     except KernelError as error:

@@ -184,10 +184,7 @@ class Communicator:
             work.get_future().add_done_callback(lambda _: end.__setitem__(0, time.perf_counter()))
             self.timeline.add(COMMUNICATION, begin, end)
 
-        def finish() -> None:
-            work.wait()
-
-        return Pending(finish, tensors, self.timeline)
+        return Pending(work.wait, tensors, self.timeline)
 
     def all_to_all(
         self,
@@ -210,17 +207,12 @@ class Communicator:
         """Start to exchange contiguous tensors, one from and one for each rank; else as `all_to_all`."""
         targets, sources = self._without_own(received), self._without_own(sent)
         if self._copies is not None:
-            return self._copy(targets, sources, ready)
+            ready = ready or StreamReached(self.device)
+            end = self._copies.start(targets, sources, ready, self.timeline)
+            return self._started(Pending(end, (*targets, *sources, ready), self.timeline))
         if self.device.type == "cuda":
             return self.start(dist.all_to_all, targets, sources, ready=ready)
         return self._packed_all_to_all(targets, sources)
-
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], ready: Ready | None = None) -> Pending:
-        """Start to exchange by copy engines: the tensors for and from each rank, empty ones for this rank."""
-        assert self.copies is not None
-        ready = ready or StreamReached(self.device)
-        end = self.copies.start(targets, sources, ready, self.timeline)
-        return self._started(Pending(end, (*targets, *sources, ready), self.timeline))
 
     def _without_own(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A part for each rank, an empty one for this rank."""

@@ -148,11 +148,6 @@ class SlabSignal:
         gemm.binding().wait(stream.cuda_stream, address, self._tiles)
 
 
-def counters_of(plan: Plan) -> int:
-    """One for each slab, and one from which the kernel's blocks draw tiles."""
-    return len(plan.slabs) + 1
-
-
 class CudaExecutor:
     """All slabs by one kernel, which signals each when it is done.
 
@@ -166,7 +161,7 @@ class CudaExecutor:
         a, weights, biases, act: the product's operands.
         sms: at most this many SMs; 0 takes all.
         addends: [count, elements] or None: each row lies like the buffer and is added to it.
-        counters: int32, `counters_of(plan)` zeros that are there when the current stream is; None makes them.
+        counters: int32, `gemm.counters_of(plan)` zeros that are there when the current stream is; None makes them.
     """
 
     def __init__(
@@ -184,7 +179,7 @@ class CudaExecutor:
     ) -> None:
         table, tiles = gemm.device_program(plan, kernel.tile_m, kernel.tile_n, a.device)
         if counters is None:
-            counters = torch.zeros(counters_of(plan), dtype=torch.int32, device=a.device)
+            counters = torch.zeros(gemm.counters_of(plan), dtype=torch.int32, device=a.device)
         self._counters = counters
         self._tiles, self._sms = tiles, sms
         self._started = StreamReached(a.device)

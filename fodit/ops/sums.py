@@ -5,8 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from fodit.kernels.gemm import counters_of
 from fodit.ops.communicator import Communicator, Pending
-from fodit.ops.executor import Executor, counters_of
+from fodit.ops.executor import Executor
 from fodit.ops.ready import Ready
 from fodit.ops.slabs import send_slabs
 from fodit.plan import Plan, SumPlan

@@ -7,7 +7,7 @@ import torch
 
 from fodit.tune.choice import Choice
 from fodit.tune.planner import Planner, name_of
-from fodit.tune.predict import ITEMSIZE, SMALLEST, bound_ms, collective_ms, context, product_ms, sender
+from fodit.tune.predict import ITEMSIZE, SMALLEST, bound_ms, collective_ms, context, product_ms, sender, times_sent
 from fodit.tune.profile import CUBLAS, OPERATIONS, Profile, shipped
 from fodit.tune.reason import reason
 from fodit.tune.search import Shape
@@ -112,9 +112,7 @@ def _collective(known: Profile, op: str, size: int, choice: Choice) -> str:
     if not choice.overlap:
         return text
     whole, carrier = sum(choice.slabs), sender(known, op)
-    sizes = [size * share / whole for share in choice.slabs]
-    if carrier != op and op == "all_reduce":
-        sizes *= 2  # the other ranks' parts, then their sums
+    sizes = [size * share / whole for share in choice.slabs] * times_sent(known, op)
     beside = known.beside[carrier].get(context(choice.kernel or CUBLAS, choice.free_sms))
     parts = "slabs" if carrier == op else "exchanges"
     text += f", {sum(collective_ms(known, carrier, int(one)) for one in sizes):.3f} ms in {len(sizes)} {parts}"

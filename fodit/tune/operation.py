@@ -11,11 +11,11 @@ from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
 from fodit.kernels.selftest import failure
 from fodit.models.ulysses import attend_groups, collect
-from fodit.ops.communicator import Communicator, Pending, all_gather_single, reduce_scatter_single
+from fodit.ops.communicator import Communicator, Pending, all_gather_single
 from fodit.ops.executor import CudaExecutor, Executor, TorchExecutor, linear_segments
 from fodit.ops.gemm import Arrivals
 from fodit.ops.ready import Ready
-from fodit.ops.slabs import send_slabs
+from fodit.ops.slabs import send_slabs, start_collective
 from fodit.ops.sums import sum_over_ranks
 from fodit.plan import Plan, SumPlan, UlyssesLayout
 from fodit.tune.predict import MLP_RATIO
@@ -32,13 +32,10 @@ def collective(
     An all-to-all leaves out this rank's own part, as it does in an operation, whose product stores it in place.
     """
     part = sent.numel() // comm.size
-    if op == "all_reduce":
-        return comm.start(dist.all_reduce, sent, ready=ready)
-    if op == "reduce_scatter":
-        return comm.start(reduce_scatter_single, received[:part], sent, ready=ready)
     if op == "all_gather":
         return comm.start(all_gather_single, received, sent[:part], ready=ready)
-    return comm.all_to_all(received, sent, (part,) * comm.size, (part,) * comm.size, ready)
+    target, sizes = received[:part] if op == "reduce_scatter" else received, (part,) * comm.size
+    return start_collective(comm, op, target, sent, sizes, sizes, ready)
 
 
 def product(

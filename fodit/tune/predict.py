@@ -65,9 +65,7 @@ def collective_ms(profile: Profile, op: str, size: int) -> float:
 
 def communication_ms(profile: Profile, op: str, size: int) -> float:
     """All that an overlapped operation with a product of that many bytes communicates, alone and undivided."""
-    carrier = sender(profile, op)
-    times = 2 if carrier != op and op == "all_reduce" else 1  # what is summed up goes back
-    return times * collective_ms(profile, carrier, size)
+    return times_sent(profile, op) * collective_ms(profile, sender(profile, op), size)
 
 
 def serial_ms(profile: Profile, op: str, m: int, n: int, k: int) -> float:
@@ -78,6 +76,11 @@ def serial_ms(profile: Profile, op: str, m: int, n: int, k: int) -> float:
 def sender(profile: Profile, op: str) -> str:
     """The collective that sends what an operation communicates: copy engines exchange, and the products add."""
     return "all_to_all" if profile.machine.copies else op
+
+
+def times_sent(profile: Profile, op: str) -> int:
+    """How often an overlapped operation sends every part: what copy engines exchange and products sum up goes back."""
+    return 2 if op == "all_reduce" and profile.machine.copies else 1
 
 
 def overlapped_ms(profile: Profile, plan: Plan | SumPlan, k: int, kernel: str, free: int) -> float:

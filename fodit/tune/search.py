@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fodit.ops.gemm import ROW_ALIGN
 from fodit.plan import Plan, SumPlan, UlyssesLayout, all_reduce_plan, reduce_scatter_plan, sum_plan
 from fodit.tune.choice import Choice
-from fodit.tune.predict import least_ms, overlapped_ms, serial_ms
+from fodit.tune.predict import least_ms, overlapped_ms, serial_ms, times_sent
 from fodit.tune.profile import CUBLAS, Profile
 
 Option = TypeVar("Option", bound=tuple[Any, ...])  # of a search; the first of equals is taken
@@ -182,8 +182,8 @@ def best_first(
 
 def host_keeps_up(profile: Profile, slabs: Sequence[int], shape: Shape) -> bool:
     """Whether the host enqueues the collectives in less time than the operation takes without overlap."""
-    exchanges = len(slabs) * (2 if shape.op == "all_reduce" and profile.machine.copies else 1)
-    return exchanges * profile.host_ms <= serial_ms(profile, shape.op, shape.m, shape.n, shape.k)
+    collectives = len(slabs) * times_sent(profile, shape.op)
+    return collectives * profile.host_ms <= serial_ms(profile, shape.op, shape.m, shape.n, shape.k)
 
 
 def choose(profile: Profile, shape: Shape, kernels: Iterable[str] | None, source: str) -> Choice:
