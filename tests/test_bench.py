@@ -129,9 +129,27 @@ def test_all_ways_of_one_process(cpu, name):
         assert row["step_s"] > 0 and row["floor_s"] > 0 and row["sustained_floor_s"] > 0
         assert row["of_floor"] == row["step_s"] / row["floor_s"]
         assert row["of_sustained_floor"] == row["step_s"] / row["sustained_floor_s"]
+        blocks_s = row["layer_ms"] * 2 / 1e3  # two layers
+        assert 0 < blocks_s < row["step_s"]
+        assert row["layer_of_floor"] == pytest.approx(blocks_s / row["floor_s"])
+        assert row["layer_of_sustained_floor"] == pytest.approx(blocks_s / row["sustained_floor_s"])
         assert "ratio" not in row
     assert ours["notes"] == [] and "exposed_s" in ours
     assert len(said) == 2 + len(rows) and all("not run" not in line for line in said)
+
+
+def test_blocks_are_timed_and_nothing_else(cpu):
+    """Each call of the transformers, of both where there are two, and only in steps after the first."""
+    model = make_model(arguments("--model", "Wan2.2-T2V-A14B", "--steps", "4"), CPU)
+    pauses = {"patch_embedding": 0.05, "proj_out": 0.05, "blocks": 0.01}
+    for transformer in (model.plain.transformer, model.plain.transformer_2):
+        for name, pause in pauses.items():
+            module = transformer.blocks[1] if name == "blocks" else getattr(transformer, name)
+            module.register_forward_pre_hook(lambda *_, pause=pause: time.sleep(pause))
+    _, taken, blocks = step._generate(CpuSetting(), model.plain, model.call)
+    assert 0.02 <= blocks < 0.1 and taken > 0.2 + blocks  # two calls a step
+    assert not model.plain.transformer.norm_out._forward_pre_hooks
+    assert not model.plain.transformer.condition_embedder._forward_hooks
 
 
 def test_several_models(cpu):

@@ -37,6 +37,10 @@ class Model:
         return self.plain.transformer.config.num_attention_heads
 
     @property
+    def layers(self) -> int:
+        return self.plain.transformer.config.num_layers
+
+    @property
     def guided(self) -> bool:
         return self.call["guidance_scale"] > 1
 

@@ -1,7 +1,7 @@
-"""Time per denoising step of whole pipelines with random weights, all ways of running them in one process.
+"""Time per denoising step, and per layer, of whole pipelines with random weights, all ways in one process.
 
-The outputs are compared with each other before the times count: latents after all steps, relative to plain diffusers
-on one GPU. With --numerics also relative to plain diffusers in fp32.
+A layer's time has both passes of guidance. The outputs are compared with each other before the times count: latents
+after all steps, relative to plain diffusers on one GPU. With --numerics also relative to plain diffusers in fp32.
 
 The run ends when diffusers on one GPU or a way of fodit's fails. When another one fails, or does not fit the model,
 the table and the file have the reason in its place.
@@ -16,9 +16,9 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fodit.agreement import describe, everyone, together
+from fodit.bench.blocks import BlockClock
 from fodit.bench.floor import Floor, layer_floor, layer_work
 from fodit.bench.model import DTYPE, Model, make_model, transformers
 from fodit.bench.numerics import BAR, Comparison, call_in_fp32, in_fp32
@@ -33,6 +33,9 @@ COLUMNS = {  # key of a row: title, width, format
     "step_s": ("s a step", 10, ".3f"),
     "of_floor": ("/ floor", 9, ".2f"),
     "of_sustained_floor": ("/ sust.", 9, ".2f"),
+    "layer_ms": ("ms a layer", 12, ".3f"),
+    "layer_of_floor": ("/ floor", 9, ".2f"),
+    "layer_of_sustained_floor": ("/ sust.", 9, ".2f"),
     "error": ("error", 10, ".1e"),
     "error_fp32": ("to fp32", 10, ".1e"),
     "ratio": ("ratio", 8, ".3f"),
@@ -137,11 +140,14 @@ def _measure(
         on_gpu = setting.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(setting.device)
-        latents, taken = _generate(setting, pipe, model.call)
+        latents, taken, blocks = _generate(setting, pipe, model.call)
         peak = torch.cuda.max_memory_allocated(setting.device) if on_gpu else 0
         floor = floors[way.ulysses] * (1 / way.cfg)
         row: dict[str, Any] = {"step_s": taken, "floor_s": floor.alone, "sustained_floor_s": floor.sustained}
         row |= {"of_floor": taken / floor.alone, "of_sustained_floor": taken / floor.sustained}
+        if blocks is not None:  # both passes of guidance in all layers
+            row["layer_ms"] = blocks * 1e3 / model.layers
+            row |= {"layer_of_floor": blocks / floor.alone, "layer_of_sustained_floor": blocks / floor.sustained}
         if on_gpu:
             row["peak_gib"] = setting.slowest([peak / 2**30])[0]  # of the rank that needs most; all the weights count
         try:
@@ -213,30 +219,32 @@ def _exact(setting: Setting, model: Model) -> torch.Tensor:
     """The latents of plain diffusers in fp32, on each rank for itself."""
     setting.say(f"{model.call['num_inference_steps']} steps in fp32 ...")
     with in_fp32(transformers(model.plain)):
-        latents, taken = _generate(setting, model.plain, call_in_fp32(model.call))
+        latents, taken, _ = _generate(setting, model.plain, call_in_fp32(model.call))
     torch.cuda.empty_cache()  # NCCL does not allocate from torch's memory
     setting.say(f"{taken:.1f} s a step")
     return latents
 
 
-def _generate(setting: Setting, pipe: Any, call: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    """The latents, and the median seconds of a step without the first one, the slowest rank counting."""
+def _generate(setting: Setting, pipe: Any, call: dict[str, Any]) -> tuple[torch.Tensor, float, float | None]:
+    """The latents, and seconds of a step and of the blocks in it: medians without the first step, of the slowest rank.
+
+    The blocks' is None for a peer whose transformer is built otherwise.
+    """
     marks: list[float] = []
 
     def mark(_pipe: Any, _index: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.synchronize()
         marks.append(time.perf_counter())
+        clock.end_step()
         return tensors
 
     setting.barrier()
-    with setting.compute():
+    with setting.compute(), BlockClock(transformers(pipe)) as clock:
         generator = torch.Generator().manual_seed(0)
         latents = pipe(**call, generator=generator, callback_on_step_end=mark).frames.float()
-    lasted = [after - before for before, after in zip(marks, marks[1:], strict=False)]
-    steps = torch.tensor(lasted, device=setting.device)
-    if setting.ranks > 1:
-        dist.all_reduce(steps, op=dist.ReduceOp.MAX)
-    return latents, median(steps.tolist())
+    steps = setting.slowest([after - before for before, after in zip(marks, marks[1:], strict=False)])
+    blocks = setting.slowest(clock.seconds())
+    return latents, median(steps), median(blocks) if blocks else None
 
 
 def _plain_values(call: dict[str, Any]) -> dict[str, Any]:

@@ -57,9 +57,9 @@ def exchange(comm, seed, device):
     return pending, received, torch.cat(wanted)
 
 
-def stress(kind):
+def stress(kind, calls):
     device, comm = start(kind)
-    for first in range(0, CALLS, QUEUED):
+    for first in range(0, calls, QUEUED):
         started = [exchange(comm, first + index, device) for index in range(QUEUED)]
         for index, (pending, received, wanted) in enumerate(started):
             pending.wait()
@@ -68,9 +68,10 @@ def stress(kind):
     return str(comm.copies)
 
 
+@pytest.mark.parametrize(("ranks", "calls"), [(2, CALLS), (4, CALLS // 4)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stress(pool, kind):
-    print(pool.run(2, stress, kind))
+def test_stress(pool, kind, ranks, calls):
+    print(pool.run(ranks, stress, kind, calls))
 
 
 def side_by_side(kind):

@@ -136,11 +136,12 @@ def stress(calls, seed, kind):
     return worst, sorted(comm.fallbacks)
 
 
+@pytest.mark.parametrize(("ranks", "calls"), [(2, CALLS), (4, CALLS // 5)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stress(pool, kind):
-    for worst, fallbacks in pool.run(2, stress, CALLS, 7, kind):
+def test_stress(pool, kind, ranks, calls):
+    for worst, fallbacks in pool.run(ranks, stress, calls, 7, kind):
         assert worst < 2e-2
-        print(f"{kind}: {CALLS} calls, worst error {worst:.4f}; in torch: {fallbacks}")
+        print(f"{kind}: {ranks} ranks, {calls} calls, worst error {worst:.4f}; in torch: {fallbacks}")
 
 
 def repeats(kind):
