@@ -51,7 +51,7 @@ typedef struct {
   // are dealt out in turn, which is as fast where every block gets its SM at once. The Hopper family reads it.
   int32_t* ticket;
   // Matrices that lie like `out`, `addend_stride` elements apart. What each has where a tile is stored is added to the
-  // rounded tile, one after the other, and rounded every time. None for 0.
+  // rounded tile in fp32, one after the other, and the sum is rounded. None for 0.
   const void* addend;
   int64_t addend_stride;
   int32_t addends;

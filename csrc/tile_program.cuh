@@ -75,21 +75,18 @@ __device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Sums of two neighbouring elements each, rounded.
+// And back.
 template <class Element>
-__device__ __forceinline__ uint32_t add2(uint32_t x, uint32_t y);
+__device__ __forceinline__ float2 unpack2(uint32_t two);
 
 template <>
-__device__ __forceinline__ uint32_t add2<__nv_bfloat16>(uint32_t x, uint32_t y) {
-  const __nv_bfloat162 sum =
-      __hadd2(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(y));
-  return reinterpret_cast<const uint32_t&>(sum);
+__device__ __forceinline__ float2 unpack2<__nv_bfloat16>(uint32_t two) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(two));
 }
 
 template <>
-__device__ __forceinline__ uint32_t add2<__half>(uint32_t x, uint32_t y) {
-  const __half2 sum = __hadd2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(y));
-  return reinterpret_cast<const uint32_t&>(sum);
+__device__ __forceinline__ float2 unpack2<__half>(uint32_t two) {
+  return __half22float2(reinterpret_cast<const __half2&>(two));
 }
 
 // The matrices that are added to what is stored; see FoditGemm.
@@ -116,20 +113,29 @@ __device__ __forceinline__ uint4 load_eight(const uint16_t* from, bool whole, in
   return make_uint4(two[0], two[1], two[2], two[3]);
 }
 
-// Adds to eight neighbouring elements what every matrix has there, one matrix after the other; only the first `count`
-// of them exist. `whole`: there are eight, and 16-byte loads fit; those of the first matrix are in `fetched` already,
+// Adds to eight neighbouring elements what every matrix has there, in fp32, and rounds once; only the first `count` of
+// them exist. `whole`: there are eight, and 16-byte loads fit; those of the first matrix are in `fetched` already,
 // unless that is null.
 template <class Element>
 __device__ __forceinline__ void add_all(uint32_t (&v)[4], const Addends& addends, int64_t offset, bool whole,
                                         int count, const uint4* fetched) {
   const auto* from = static_cast<const uint16_t*>(addends.first) + offset;
+  float2 sums[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] = unpack2<Element>(v[i]);
 #pragma unroll 1
   for (int i = 0; i < addends.count; ++i, from += addends.stride) {
     const bool here = whole && i == 0 && fetched != nullptr;
-    const uint4 x = here ? *fetched : load_eight(from, whole, count);
-    v[0] = add2<Element>(v[0], x.x), v[1] = add2<Element>(v[1], x.y);
-    v[2] = add2<Element>(v[2], x.z), v[3] = add2<Element>(v[3], x.w);
+    const uint4 eight = here ? *fetched : load_eight(from, whole, count);
+    const uint32_t x[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 pair = unpack2<Element>(x[j]);
+      sums[j].x += pair.x, sums[j].y += pair.y;
+    }
   }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = pack2<Element>(sums[i].x, sums[i].y);
 }
 
 }  // namespace fodit

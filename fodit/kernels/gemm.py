@@ -41,7 +41,7 @@ def launch(
         kernel: index into the library's kernels.
         act: 0 none, 1 gelu-tanh.
         sms: at most this many SMs; 0 takes all of the stream's.
-        addends: [count, elements], each row laid out like `out`; they are added to the rounded product one by one.
+        addends: [count, elements], each row laid out like `out`; they are added to the rounded product in fp32.
 
     Raises:
         KernelError: with the call's name and arguments.

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
+from fodit.kernels.modulation import wide
 from fodit.kernels.selftest import failure
 from fodit.ops.communicator import Communicator
 from fodit.ops.planning import Choice
@@ -107,7 +108,7 @@ def linear_segments(
     act: Activation,
     addends: torch.Tensor | None = None,
 ) -> Producer:
-    """`act(a @ weight.T + bias)`, a segment at a time, and to it what each addend has at the segment's place."""
+    """`act(a @ weight.T + bias)`, a segment at a time; to it, in fp32, what each addend has at the segment's place."""
 
     def produce(segment: Segment, out: torch.Tensor) -> None:
         rows = a[segment.row_start : segment.row_stop]
@@ -120,8 +121,10 @@ def linear_segments(
         if act == "gelu-tanh":
             out.copy_(F.gelu(out, approximate="tanh"))
         if addends is not None:
+            total = wide(out)
             for one in addends:
-                out += stored(one, segment)
+                total = total + stored(one, segment)
+            out.copy_(total)
 
     return produce
 
