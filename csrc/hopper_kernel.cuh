@@ -217,8 +217,9 @@ __device__ __forceinline__ void run_consumer(Shared<C>& s, const Params& p, uint
     reading = stage.index;
     stage.advance();
   };
-  // Of the tile in `slot`, stores the parts that fall behind the stages from `k` up to `end` of the next one.
-  const auto store_behind = [&](int k, int end, int slot) {
+  // Of the tile in `slot`, stores the parts that fall behind the stages from `k` up to `end` of the next one. A call
+  // would put `packed` into memory.
+  const auto store_behind = [&](int k, int end, int slot) __attribute__((always_inline)) {
     for_each(make_int_sequence<C::Parts>{}, [&](auto part) {
       const int at = part * kStagesPerPart + group;
       if (k <= at && at < end) {

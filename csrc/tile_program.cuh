@@ -89,6 +89,23 @@ __device__ __forceinline__ float2 unpack2<__half>(uint32_t two) {
   return __half22float2(reinterpret_cast<const __half2&>(two));
 }
 
+// Sums of two neighbouring elements each, rounded.
+template <class Element>
+__device__ __forceinline__ uint32_t add2(uint32_t x, uint32_t y);
+
+template <>
+__device__ __forceinline__ uint32_t add2<__nv_bfloat16>(uint32_t x, uint32_t y) {
+  const __nv_bfloat162 sum =
+      __hadd2(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(y));
+  return reinterpret_cast<const uint32_t&>(sum);
+}
+
+template <>
+__device__ __forceinline__ uint32_t add2<__half>(uint32_t x, uint32_t y) {
+  const __half2 sum = __hadd2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(y));
+  return reinterpret_cast<const uint32_t&>(sum);
+}
+
 // The matrices that are added to what is stored; see FoditGemm.
 struct Addends {
   const void* first;
@@ -113,26 +130,40 @@ __device__ __forceinline__ uint4 load_eight(const uint16_t* from, bool whole, in
   return make_uint4(two[0], two[1], two[2], two[3]);
 }
 
-// Adds to eight neighbouring elements what every matrix has there, in fp32, and rounds once; only the first `count` of
+template <class Element>
+__device__ __forceinline__ void add_wide(float2 (&sums)[4], const uint4& eight) {
+  const uint32_t x[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 two = unpack2<Element>(x[i]);
+    sums[i].x += two.x, sums[i].y += two.y;
+  }
+}
+
+// Adds to eight neighbouring elements what every matrix has there, and rounds the sum once; only the first `count` of
 // them exist. `whole`: there are eight, and 16-byte loads fit; those of the first matrix are in `fetched` already,
 // unless that is null.
 template <class Element>
 __device__ __forceinline__ void add_all(uint32_t (&v)[4], const Addends& addends, int64_t offset, bool whole,
                                         int count, const uint4* fetched) {
   const auto* from = static_cast<const uint16_t*>(addends.first) + offset;
+  const uint4 x = whole && fetched != nullptr ? *fetched : load_eight(from, whole, count);
+  if (addends.count == 1) {  // the same as below, in half the instructions
+    v[0] = add2<Element>(v[0], x.x), v[1] = add2<Element>(v[1], x.y);
+    v[2] = add2<Element>(v[2], x.z), v[3] = add2<Element>(v[3], x.w);
+    return;
+  }
   float2 sums[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums[i] = unpack2<Element>(v[i]);
+  add_wide<Element>(sums, x);
 #pragma unroll 1
-  for (int i = 0; i < addends.count; ++i, from += addends.stride) {
-    const bool here = whole && i == 0 && fetched != nullptr;
-    const uint4 eight = here ? *fetched : load_eight(from, whole, count);
-    const uint32_t x[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 pair = unpack2<Element>(x[j]);
-      sums[j].x += pair.x, sums[j].y += pair.y;
-    }
+  for (int i = 1; i < addends.count; i += 2) {  // two on their way at a time
+    const uint4 first = load_eight(from + i * addends.stride, whole, count);
+    const bool another = i + 1 < addends.count;
+    const uint4 second = another ? load_eight(from + (i + 1) * addends.stride, whole, count) : make_uint4(0, 0, 0, 0);
+    add_wide<Element>(sums, first);
+    add_wide<Element>(sums, second);
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = pack2<Element>(sums[i].x, sums[i].y);
