@@ -79,7 +79,14 @@ __device__ void store_tile(const FoditGemm& g, const FoditTile& tile, int warp_r
         if (row < tile.rows && col < tile.cols) {
           const int64_t at = int64_t(row) * tile.ld + col;
           const bool whole = aligned && col + 8 <= tile.cols;
-          if (g.addends > 0) add_all<Element>(v, addends, tile.offset + at, whole && fits, tile.cols - col, nullptr);
+          if (g.addends > 0) {
+            const uint4 x = load_addend(addends, 0, tile.offset + at, whole && fits, tile.cols - col);
+            if (g.addends == 1) {
+              add_one<Element>(v, x);
+            } else {
+              add_all<Element>(v, x, addends, tile.offset + at, whole && fits, tile.cols - col);
+            }
+          }
           store_eight(out + at, v, whole, tile.cols - col);
         }
       }

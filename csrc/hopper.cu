@@ -72,7 +72,9 @@ int launch(const FoditGemm& g, cudaStream_t stream, char* err, int errlen) {
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  const auto kernel = g.addends > 0 ? hopper_gemm<C, true> : hopper_gemm<C, false>;
+  const auto kernel = g.addends == 0   ? hopper_gemm<C, Adding::None>
+                      : g.addends == 1 ? hopper_gemm<C, Adding::One>
+                                       : hopper_gemm<C, Adding::Many>;
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<C>));
   if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kernel, p);

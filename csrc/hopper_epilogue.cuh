@@ -79,7 +79,7 @@ __device__ __forceinline__ void fetch_part(const FoditTile& tile, uint4* fetched
 
 // Stores part `Part` of a tile: of each of the warpgroup's warps, 8 rows of 64 columns. They pass through shared
 // memory of the warp's own, so that whole 128-byte lines leave.
-template <class C, bool Adds, int Part>
+template <class C, Adding Adds, int Part>
 __device__ __forceinline__ void store_part(const uint32_t (&packed)[C::Packed], const FoditTile& tile,
                                            uint8_t* staging, const uint4* fetched, void* out, const Addends& addends,
                                            int group) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void store_part(const uint32_t (&packed)[C::Packed], 
   }
   __syncwarp();
 
-  if constexpr (Adds) cute::cp_async_wait<0>();
+  if constexpr (Adds != Adding::None) cute::cp_async_wait<0>();
   const bool fits = share.whole && loads_fit(addends);
   uint16_t* to = static_cast<uint16_t*>(out) + share.first;
 #pragma unroll
@@ -106,8 +106,14 @@ __device__ __forceinline__ void store_part(const uint32_t (&packed)[C::Packed], 
     uint32_t v[4] = {four.x, four.y, four.z, four.w};
     if (i >= share.rows) continue;
     const int64_t below = i * share.ld;
-    if constexpr (Adds) {
-      add_all<typename C::Element>(v, addends, share.first + below, fits, share.count, fetched + i / 4 * 32);
+    if constexpr (Adds != Adding::None) {
+      const int64_t at = share.first + below;
+      const uint4 x = fits ? fetched[i / 4 * 32] : load_addend(addends, 0, at, false, share.count);
+      if constexpr (Adds == Adding::One) {
+        add_one<typename C::Element>(v, x);
+      } else {
+        add_all<typename C::Element>(v, x, addends, at, fits, share.count);
+      }
     }
     if (share.whole) {
       *reinterpret_cast<uint4*>(to + below) = make_uint4(v[0], v[1], v[2], v[3]);

@@ -178,7 +178,7 @@ __device__ void run_signaler(Shared<C>& s, const Params& p, uint32_t rank) {
 
 // One warpgroup. A tile's signal comes at most Parts x kStagesPerPart stages after its last product.
 // Inlined by force: at a function's border wgmma would wait for all that is under way.
-template <class C, bool Adds>
+template <class C, Adding Adds>
 __device__ __forceinline__ void run_consumer(Shared<C>& s, const Params& p, uint32_t rank, int group) {
   using namespace cute;
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
@@ -225,7 +225,7 @@ __device__ __forceinline__ void run_consumer(Shared<C>& s, const Params& p, uint
       if (k <= at && at < end) {
         const FoditTile& tile = s.ring[slot][rank];
         store_part<C, Adds, part>(packed, tile, staging, fetched, p.out, p.addends, group);
-        if constexpr (Adds && part + 1 < C::Parts) {
+        if constexpr (Adds != Adding::None && part + 1 < C::Parts) {
           fetch_part<C, part + 1>(tile, fetched, p.out, p.addends, group);
         }
         if (part == C::Parts - 1) {
@@ -260,7 +260,7 @@ __device__ __forceinline__ void run_consumer(Shared<C>& s, const Params& p, uint
       retire();
     }
     if (pending) store_behind(p.k_blocks, INT_MAX, slot.index ^ 1);
-    if constexpr (Adds) fetch_part<C, 0>(tile, fetched, p.out, p.addends, group);
+    if constexpr (Adds != Adding::None) fetch_part<C, 0>(tile, fetched, p.out, p.addends, group);
     warpgroup_wait<0>();
     warpgroup_fence_operand(acc);
     release_stage();
@@ -306,8 +306,7 @@ __device__ __forceinline__ void sync_cluster() {
   }
 }
 
-// Adding is a kernel of its own: it takes registers that the other one has no use for, and that it would miss.
-template <class C, bool Adds>
+template <class C, Adding Adds>
 __global__ void __launch_bounds__(kThreads, 1) hopper_gemm(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   Shared<C>& s = *reinterpret_cast<Shared<C>*>(shared_bytes);

@@ -140,30 +140,35 @@ __device__ __forceinline__ void add_wide(float2 (&sums)[4], const uint4& eight) 
   }
 }
 
-// Adds to eight neighbouring elements what every matrix has there, and rounds the sum once; only the first `count` of
-// them exist. `whole`: there are eight, and 16-byte loads fit; those of the first matrix are in `fetched` already,
-// unless that is null.
+// What matrix `index` has for eight neighbouring elements; only the first `count` of them exist. `whole`: there are
+// eight, and 16-byte loads fit.
+__device__ __forceinline__ uint4 load_addend(const Addends& addends, int index, int64_t offset, bool whole, int count) {
+  return load_eight(static_cast<const uint16_t*>(addends.first) + index * addends.stride + offset, whole, count);
+}
+
+// Adds to eight elements what the only matrix has there.
 template <class Element>
-__device__ __forceinline__ void add_all(uint32_t (&v)[4], const Addends& addends, int64_t offset, bool whole,
-                                        int count, const uint4* fetched) {
-  const auto* from = static_cast<const uint16_t*>(addends.first) + offset;
-  const uint4 x = whole && fetched != nullptr ? *fetched : load_eight(from, whole, count);
-  if (addends.count == 1) {  // the same as below, in half the instructions
-    v[0] = add2<Element>(v[0], x.x), v[1] = add2<Element>(v[1], x.y);
-    v[2] = add2<Element>(v[2], x.z), v[3] = add2<Element>(v[3], x.w);
-    return;
-  }
+__device__ __forceinline__ void add_one(uint32_t (&v)[4], const uint4& x) {
+  v[0] = add2<Element>(v[0], x.x), v[1] = add2<Element>(v[1], x.y);
+  v[2] = add2<Element>(v[2], x.z), v[3] = add2<Element>(v[3], x.w);
+}
+
+// Adds to eight elements what every matrix has there, `x` of the first one, and rounds the sum once; the rest as for
+// `load_addend`.
+template <class Element>
+__device__ __forceinline__ void add_all(uint32_t (&v)[4], const uint4& x, const Addends& addends, int64_t offset,
+                                        bool whole, int count) {
   float2 sums[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums[i] = unpack2<Element>(v[i]);
   add_wide<Element>(sums, x);
 #pragma unroll 1
   for (int i = 1; i < addends.count; i += 2) {  // two on their way at a time
-    const uint4 first = load_eight(from + i * addends.stride, whole, count);
+    const uint4 one = load_addend(addends, i, offset, whole, count);
     const bool another = i + 1 < addends.count;
-    const uint4 second = another ? load_eight(from + (i + 1) * addends.stride, whole, count) : make_uint4(0, 0, 0, 0);
-    add_wide<Element>(sums, first);
-    add_wide<Element>(sums, second);
+    const uint4 next = another ? load_addend(addends, i + 1, offset, whole, count) : make_uint4(0, 0, 0, 0);
+    add_wide<Element>(sums, one);
+    add_wide<Element>(sums, next);
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = pack2<Element>(sums[i].x, sums[i].y);
