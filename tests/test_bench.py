@@ -169,6 +169,7 @@ def test_several_models(cpu):
         (["--model", MODELS[0], "--layers", "99"], "num_layers is 99; Wan2.1-T2V-1.3B can have 1 to 30"),
         (["--model", MODELS[0], "--head-groups", "1,x"], "--head-groups 1,x: give a number, or relative sizes"),
         (["--model", MODELS[0], "--head-groups", "0"], "--head-groups 0: give a number"),
+        (["--model", MODELS[0], "--ways", "xdit|ulysses"], r"--ways xdit\|ulysses: in no name of diffusers, one GPU, "),
     ],
 )
 def test_arguments_are_checked_first(given, says):
@@ -383,6 +384,7 @@ def test_names():
     assert names("context", 2, False) == []
     assert names("xDiT", 4, False) == ["xDiT, ulysses 4"]
     assert names("fodit, cfg", 4, True, True) == ["diffusers, one GPU", "fodit, cfg 2 x ulysses 2"]
+    assert names("xDiT", 1, True) == [], "one rank has nothing to share"
     listed = any("xDiT" in name for name in names("", 2, True))
     assert listed == (find_spec("xfuser") is not None)
     assert {way.name: way.required for way in all_ways(2, True, True)} == {

@@ -22,8 +22,9 @@ from fodit.bench.blocks import BlockClock
 from fodit.bench.floor import Floor, layer_floor, layer_work
 from fodit.bench.model import DTYPE, Model, make_model, transformers
 from fodit.bench.numerics import BAR, Comparison, call_in_fp32, in_fp32
-from fodit.bench.ways import Fodit, Way, chosen_ways
+from fodit.bench.ways import Fodit, Way, all_ways, chosen_ways
 from fodit.models.sequence import HeadGroups
+from fodit.parallel import world_size
 from fodit.testing import dummy
 from fodit.tune.setting import Setting, check_gpus
 
@@ -80,6 +81,10 @@ def check(given: argparse.Namespace) -> None:
         for name in names:
             dummy.shortened(name, dummy.config(name)["components"]["transformer"], given.layers)
     _head_groups(given)
+    wan = [dummy.config(name)["pipeline"] == "WanPipeline" for name in names]
+    if not any(chosen_ways(given.ways, world_size(), one) for one in wan):
+        known = ", ".join(way.name for way in all_ways(world_size(), any(wan), True))
+        raise ValueError(f"--ways {given.ways}: in no name of {known}")
     check_gpus()
 
 

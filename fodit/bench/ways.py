@@ -148,17 +148,16 @@ def all_ways(ranks: int, wan: bool, with_xdit: bool) -> list[Way]:
     """The first one is what the others are compared with."""
     found: list[Way] = [Diffusers("diffusers, one GPU"), Diffusers("diffusers, one GPU, compiled", compiled=True)]
     if ranks == 1:
-        found.append(Fodit("fodit, one GPU"))
-    else:
-        found += [
-            Fodit(f"fodit, ulysses {ranks}, no overlap", ranks, overlap=False),
-            Fodit(f"fodit, ulysses {ranks}", ranks),
-            Fodit(f"fodit, ulysses {ranks}, untimed", ranks, timed=False),  # what the report costs
-            Fodit(f"fodit, cfg 2 x ulysses {ranks // 2}", ranks // 2, 2),
-        ]
-        if wan:  # diffusers has none for CogVideoX
-            name = f"diffusers, context parallel {ranks}"
-            found += [Diffusers(name, ranks), Diffusers(f"{name}, compiled", ranks, compiled=True)]
+        return [*found, Fodit("fodit, one GPU")]
+    found += [
+        Fodit(f"fodit, ulysses {ranks}, no overlap", ranks, overlap=False),
+        Fodit(f"fodit, ulysses {ranks}", ranks),
+        Fodit(f"fodit, ulysses {ranks}, untimed", ranks, timed=False),  # what the report costs
+        Fodit(f"fodit, cfg 2 x ulysses {ranks // 2}", ranks // 2, 2),
+    ]
+    if wan:  # diffusers has none for CogVideoX
+        name = f"diffusers, context parallel {ranks}"
+        found += [Diffusers(name, ranks), Diffusers(f"{name}, compiled", ranks, compiled=True)]
     return [*found, XDiT(f"xDiT, ulysses {ranks}", ranks)] if with_xdit else found
 
 
