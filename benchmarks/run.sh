@@ -6,7 +6,7 @@ usage() {
 usage: benchmarks/run.sh OUT [PART ...]
 
 Checks and benchmarks, each under a time limit of its own; results go as JSON
-into the folder OUT. Two GPUs, but for "kernels".
+into the folder OUT.
 
 parts (default: all, in this order)
   checks    the tests that need GPUs
@@ -17,6 +17,8 @@ parts (default: all, in this order)
 
 environment variables
   LIMIT     seconds for each benchmark (default: 600)
+  RANKS     GPUs of ops, record and steps (default: 2); with several numbers,
+            such as "1 2 4 8", steps are measured with each: a scaling curve
   PROFILES  of ops, record and steps (default: nvlink no-p2p consumer).
             nvlink is the machine as it is, whatever its links are; no-p2p is
             NCCL through host memory; consumer is that with 24 SMs to compute
@@ -24,10 +26,15 @@ environment variables
             Wan2.1-T2V-1.3B Wan2.1-T2V-14B)
   LAYERS    of steps: shorten the transformers to so many layers
   WAYS      of steps: only ways whose names contain one of the texts a|b|c
+  PREDICT   of steps: predict layers from this profile, too, such as
+            h200-x2-nvlink
   SHAPES    of kernels and ops: M,N,K/M,N,K/... (default: those of the models)
 
 two consumer cards, as they are:
   PROFILES=nvlink MODELS="CogVideoX-5b Wan2.1-T2V-1.3B" benchmarks/run.sh OUT
+how layers get faster with one to eight GPUs, next to the prediction:
+  RANKS="1 2 4 8" WAYS=fodit LAYERS=6 PROFILES=nvlink PREDICT=h200-x2-nvlink \
+      benchmarks/run.sh OUT steps
 a few layers only:
   LAYERS=6 WAYS="fodit, ulysses" PROFILES=no-p2p benchmarks/run.sh OUT steps
 TEXT
@@ -42,6 +49,8 @@ out=$1
 shift
 what=${*:-checks kernels ops record steps}
 profiles=${PROFILES:-nvlink no-p2p consumer}
+all_ranks=${RANKS:-2}
+ranks=${all_ranks##* } # the last one
 models=${MODELS:-CogVideoX-2b CogVideoX-5b CogVideoX1.5-5b Wan2.1-T2V-1.3B Wan2.1-T2V-14B}
 mkdir -p "$out"
 failed=0
@@ -51,8 +60,8 @@ run() {
     timeout "${LIMIT:-600}" "$@" || { failed=1; echo "== failed: $*" >&2; }
 }
 
-bench() {
-    run python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m fodit.bench "$@"
+on_gpus() {
+    run python3 -m torch.distributed.run --standalone --nproc-per-node "$@"
 }
 
 for part in $what; do
@@ -61,17 +70,20 @@ for part in $what; do
         kernels) run python3 -m fodit.bench kernels ${SHAPES:+--shapes "$SHAPES"} --save "$out/kernels.json" ;;
         ops)
             for profile in $profiles; do
-                bench ops --profile "$profile" ${SHAPES:+--shapes "$SHAPES"} --save "$out/ops-$profile.json"
+                on_gpus "$ranks" -m fodit.bench ops --profile "$profile" ${SHAPES:+--shapes "$SHAPES"} \
+                    --save "$out/ops-x$ranks-$profile.json"
             done ;;
         record)
             for profile in $profiles; do
-                run python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m fodit.tune.record "$out" \
-                    --link "$profile"
+                on_gpus "$ranks" -m fodit.tune.record "$out" --link "$profile"
             done ;;
         steps)
             for profile in $profiles; do
-                bench step --model "${models// /,}" --profile "$profile" ${LAYERS:+--layers "$LAYERS"} \
-                    ${WAYS:+--ways "$WAYS"} --save "$out/step-{model}-$profile.json"
+                for count in $all_ranks; do
+                    on_gpus "$count" -m fodit.bench step --model "${models// /,}" --profile "$profile" \
+                        ${LAYERS:+--layers "$LAYERS"} ${WAYS:+--ways "$WAYS"} ${PREDICT:+--predict-from "$PREDICT"} \
+                        --save "$out/step-x$count-{model}-$profile.json"
+                done
             done ;;
         *) echo "no part $part: checks, kernels, ops, record or steps" >&2; exit 2 ;;
     esac

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import itertools
 import json
 import time
 from contextlib import contextmanager
@@ -15,18 +16,19 @@ from diffusers import CogVideoXPipeline, WanPipeline
 
 from fodit import FoWanPipeline
 from fodit.agreement import everyone
-from fodit.bench import floor, numerics, step, ways
+from fodit.bench import floor, numerics, predicted, step, ways
 from fodit.bench.floor import Attention, Product, layer_floor, layer_work
 from fodit.bench.model import make_model, twin
 from fodit.bench.numerics import BAR, Comparison, call_in_fp32, in_fp32
 from fodit.bench.ways import Diffusers, Fodit, Way, all_ways, chosen_ways
 from fodit.parallel import initialise
 from fodit.testing import dummy
+from fodit.tune.predict import product_ms
 
 MODELS = ("Wan2.1-T2V-1.3B", "CogVideoX-2b")
 FULL_CONFIG = dummy.config
 SIZE = ["--height", "32", "--width", "64", "--num-frames", "9"]
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class CpuSetting:
@@ -138,6 +140,28 @@ def test_all_ways_of_one_process(cpu, name):
     assert len(said) == 2 + len(rows) and all("not run" not in line for line in said)
 
 
+@pytest.mark.parametrize("profile", ["nvlink", "no-p2p", "consumer"])
+@pytest.mark.parametrize("name", ["Wan2.1-T2V-14B", "CogVideoX-5b"])
+def test_predicted_layers(name, profile):
+    """More ranks never take longer, nor less than their share by more than a better fill of the last waves."""
+    known = predicted.known_profile(f"h200-x2-{profile}")
+    model = make_model(
+        argparse.Namespace(model=name, layers=1, height=None, width=None, num_frames=None, steps=2), META
+    )
+    found = [predicted.layer_ms(known, step._layer(model, ranks, 1)[0], model.heads, ranks) for ranks in (1, 2, 4, 8)]
+    for ranks, (before, after) in zip((2, 4, 8), itertools.pairwise(found), strict=True):
+        assert before / 2.1 < after < before, ranks
+    work, _ = step._layer(model, 1, 1)
+    products = [product_ms(known, one.m, one.n, one.k) for one in work if isinstance(one, Product)]
+    assert sum(products) < found[0]
+
+
+def test_predictions_are_beside_what_is_measured(cpu):
+    rows, said = run("--model", MODELS[1], "--predict-from", "h200-x2-nvlink")
+    assert rows["fodit, one GPU"]["predicted_layer_ms"] > 0 and "predicted" in said[1]
+    assert "predicted_layer_ms" not in rows["diffusers, one GPU"]
+
+
 def test_blocks_are_timed_and_nothing_else(cpu):
     """Each call of the transformers, of both where there are two, and only in steps after the first."""
     model = make_model(arguments("--model", "Wan2.2-T2V-A14B", "--steps", "4"), CPU)
@@ -169,6 +193,7 @@ def test_several_models(cpu):
         (["--model", MODELS[0], "--layers", "99"], "num_layers is 99; Wan2.1-T2V-1.3B can have 1 to 30"),
         (["--model", MODELS[0], "--head-groups", "1,x"], "--head-groups 1,x: give a number, or relative sizes"),
         (["--model", MODELS[0], "--head-groups", "0"], "--head-groups 0: give a number"),
+        (["--model", MODELS[0], "--predict-from", "h100"], r"no profile h100: neither a file nor one of h200-x2-cons"),
         (["--model", MODELS[0], "--ways", "xdit|ulysses"], r"--ways xdit\|ulysses: in no name of diffusers, one GPU, "),
     ],
 )

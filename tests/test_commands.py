@@ -242,7 +242,19 @@ def test_usage_of_all_benchmarks(tmp_path, given, status):
     text, other = (done.stderr, done.stdout) if status else (done.stdout, done.stderr)
     assert (done.returncode, other) == (status, "") and list(tmp_path.iterdir()) == [script.parent]
     assert 'PROFILES=nvlink MODELS="CogVideoX-5b Wan2.1-T2V-1.3B" benchmarks/run.sh OUT' in text
-    for word in ("checks", "kernels", "ops", "record", "steps", "LIMIT", "LAYERS", "WAYS", "SHAPES"):
+    for word in (
+        "checks",
+        "kernels",
+        "ops",
+        "record",
+        "steps",
+        "LIMIT",
+        "RANKS",
+        "LAYERS",
+        "WAYS",
+        "PREDICT",
+        "SHAPES",
+    ):
         assert re.search(rf"^  {word}  ", text, re.MULTILINE), word
     assert max(map(len, text.splitlines())) <= 80
 

@@ -30,7 +30,7 @@ from fodit.tune.predict import (
     waves,
 )
 from fodit.tune.probe import like, with_kernels
-from fodit.tune.profile import CUBLAS, Beside, Curve, Machine, Product, Profile, nearest, shipped
+from fodit.tune.profile import CUBLAS, OPERATIONS, Beside, Curve, Machine, Product, Profile, nearest, shipped
 from fodit.tune.search import Candidate, Shape, as_choice, candidates, choose, partitions, products, ways
 from fodit.tune.shapes import model
 from fodit.tune.simulate import COMMUNICATION, COMPUTE, Task, simulate
@@ -201,6 +201,20 @@ def test_attention_calls():
     assert attention_calls(holding(attention_ms={128: cost / 2}), layout) == ((2,), (2,) * 4)
     # 1281 tokens are eleven blocks a head: of any call the last wave is nearly empty, of eight heads together least.
     assert attention_calls(holding(**long), replace(layout, tokens=1281)) == ((2,), (8,))
+
+
+def test_other_numbers_of_ranks():
+    """A rank sends (ranks - 1) / ranks of what it has: half of it among two, three quarters among four."""
+    known = shipped()["h200-x2-nvlink"]
+    assert known.with_ranks(2) == known
+    four = known.with_ranks(4)
+    assert four.machine == replace(known.machine, ranks=4)
+    for op in OPERATIONS:
+        assert four.alone[op](3e7) == pytest.approx(known.alone[op](4.5e7))
+        for name, beside in known.beside[op].items():
+            assert four.beside[op][name].curve(3e7) == pytest.approx(beside.curve(4.5e7))
+    assert known.with_ranks(1).alone == known.alone, "nothing is sent"
+    assert four.with_ranks(2).alone["all_to_all"](1e6) == pytest.approx(known.alone["all_to_all"](1e6))
 
 
 @pytest.mark.parametrize("link", NCCL)

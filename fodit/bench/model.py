@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -57,6 +58,14 @@ class Model:
         frames = -(-frames // self.patch[0]) * self.patch[0]
         scale = self.plain.vae_scale_factor_spatial
         return frames, self.call["height"] // scale, self.call["width"] // scale
+
+    @property
+    def video_tokens(self) -> int:
+        return prod(size // patch for size, patch in zip(self.latent_size, self.patch, strict=True))
+
+    @property
+    def text_tokens(self) -> int:
+        return self.call["prompt_embeds"].shape[1]
 
 
 def make_model(given: Namespace, device: torch.device) -> Model:

@@ -11,7 +11,6 @@ import argparse
 import gc
 import time
 from contextlib import ExitStack
-from math import prod
 from statistics import median
 from typing import Any
 
@@ -19,9 +18,10 @@ import torch
 
 from fodit.agreement import describe, everyone, together
 from fodit.bench.blocks import BlockClock
-from fodit.bench.floor import Floor, layer_floor, layer_work
+from fodit.bench.floor import Floor, Operation, layer_floor, layer_work
 from fodit.bench.model import DTYPE, Model, make_model, transformers
 from fodit.bench.numerics import BAR, Comparison, call_in_fp32, in_fp32
+from fodit.bench.predicted import known_profile, layer_ms
 from fodit.bench.ways import Fodit, Way, all_ways, chosen_ways
 from fodit.models.sequence import HeadGroups
 from fodit.parallel import world_size
@@ -35,6 +35,7 @@ COLUMNS = {  # key of a row: title, width, format
     "of_floor": ("/ floor", 9, ".2f"),
     "of_sustained_floor": ("/ sust.", 9, ".2f"),
     "layer_ms": ("ms a layer", 12, ".3f"),
+    "predicted_layer_ms": ("predicted", 11, ".3f"),
     "layer_of_floor": ("/ floor", 9, ".2f"),
     "layer_of_sustained_floor": ("/ sust.", 9, ".2f"),
     "error": ("error", 10, ".1e"),
@@ -51,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="denoising steps; the first is not counted (default: 3)")
     parser.add_argument("--ways", default="", help="only ways whose names contain one of these texts, a|b|c")
     parser.add_argument("--head-groups", help="a number, or relative sizes such as 1,3,3,1 (default: chosen)")
+    parser.add_argument(
+        "--predict-from",
+        help="also predict fodit's layers, from a profile: a file, or one that is shipped, such as h200-x2-nvlink; "
+        "its number of ranks may be another",
+    )
     parser.add_argument("--layers", type=int, help="shorten the transformer to this many layers")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
@@ -81,6 +87,8 @@ def check(given: argparse.Namespace) -> None:
         for name in names:
             dummy.shortened(name, dummy.config(name)["components"]["transformer"], given.layers)
     _head_groups(given)
+    if given.predict_from is not None:
+        known_profile(given.predict_from)
     wan = [dummy.config(name)["pipeline"] == "WanPipeline" for name in names]
     if not any(chosen_ways(given.ways, world_size(), one) for one in wan):
         known = ", ".join(way.name for way in all_ways(world_size(), any(wan), True))
@@ -110,7 +118,7 @@ def _run_model(setting: Setting, given: argparse.Namespace) -> None:
     setting.say(f"{'':40}" + "".join(f"{title:>{width}}" for title, width, _ in COLUMNS.values()))
     rows: list[dict[str, Any]] = []
     measured = {"model": given.model, "layers": given.layers, "head_groups": given.head_groups}
-    measured |= {"call": _plain_values(call), "rows": rows}
+    measured |= {"predict_from": given.predict_from, "call": _plain_values(call), "rows": rows}
     if given.numerics:
         measured["numerics_bar"] = BAR
     for way in chosen_ways(given.ways, setting.ranks, model.wan, given.numerics):
@@ -118,6 +126,8 @@ def _run_model(setting: Setting, given: argparse.Namespace) -> None:
         reason = way.unfit(setting.ranks, model)
         if reason is None and way.required:
             row |= _measure(setting, way, model, floors, comparison, _head_groups(given))
+            if given.predict_from is not None and isinstance(way, Fodit):
+                row["predicted_layer_ms"] = _predicted_layer_ms(given.predict_from, model, way)
         elif reason is None:
             found, reason = _attempt(setting, way, model, floors, comparison)
             row |= found
@@ -208,16 +218,24 @@ def _head_groups(given: argparse.Namespace) -> HeadGroups:
 
 def _floors(setting: Setting, model: Model) -> dict[int, Floor]:
     """Seconds a step at each Ulysses degree, both passes of guidance on one rank."""
-    video = prod(size // patch for size, patch in zip(model.latent_size, model.patch, strict=True))
-    text = model.call["prompt_embeds"].shape[1]
-    passes = 2 if model.guided else 1
-    batch, calls = (1, passes) if model.wan else (passes, 1)
-    transformer = model.plain.transformer
     found = {}
     for ulysses in {1, max(setting.ranks // 2, 1), setting.ranks}:
-        layer = layer_floor(setting, layer_work(transformer, batch, video, text, ulysses), DTYPE)
-        found[ulysses] = layer * (transformer.config.num_layers * calls / 1e3)
+        work, calls = _layer(model, ulysses, 1)
+        found[ulysses] = layer_floor(setting, work, DTYPE) * (model.layers * calls / 1e3)
     return found
+
+
+def _layer(model: Model, ulysses: int, cfg: int) -> tuple[list[Operation], int]:
+    """The operations of a call of a layer on one rank, and its calls in a step."""
+    passes = 2 // cfg if model.guided else 1
+    batch, calls = (1, passes) if model.wan else (passes, 1)
+    return layer_work(model.plain.transformer, batch, model.video_tokens, model.text_tokens, ulysses), calls
+
+
+def _predicted_layer_ms(profile: str, model: Model, way: Fodit) -> float:
+    """Of all its calls in a step."""
+    work, calls = _layer(model, way.ulysses, way.cfg)
+    return calls * layer_ms(known_profile(profile), work, model.heads, way.ulysses)
 
 
 def _exact(setting: Setting, model: Model) -> torch.Tensor:

@@ -206,7 +206,7 @@ def untuned(
     """The planner of a machine that nobody has measured; see `planner_for`."""
     known = shipped()
     name = nearest(machine, known)
-    start = with_kernels(known[name], kernels)
+    start = with_kernels(known[name].with_ranks(machine.ranks), kernels)
     if min(everyone(control, torch.cuda.get_device_capability(comm.device))) < HOPPER:
         start = start.without_holds()
     if everyone(control, probing())[0]:

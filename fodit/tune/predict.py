@@ -233,11 +233,12 @@ def _collective(profile: Profile, op: str, size: float, after: int, product: str
     return Task(COMMUNICATION, op, busy, (after,), slowed, held, lag)
 
 
-def attention_ms(profile: Profile, batch: int, heads: int, tokens: int, dim: int) -> float:
-    """One call of attention over whole sequences, by a kernel with one block an SM."""
+def attention_ms(profile: Profile, batch: int, heads: int, tokens: int, dim: int, attended: int | None = None) -> float:
+    """One call of attention by a kernel with one block an SM; of a sequence to itself, or to `attended` tokens."""
     known = min(profile.attention_ms, key=lambda one: abs(one - dim))
+    pairs = tokens * (tokens if attended is None else attended)
     idle = attention_waves(batch * heads, tokens, profile.machine.compute_sms)
-    return profile.attention_ms[known] * dim / known * batch * heads * tokens**2 / 1e9 * idle
+    return profile.attention_ms[known] * dim / known * batch * heads * pairs / 1e9 * idle
 
 
 def attention_waves(heads: int, tokens: int, sms: int) -> float:

@@ -87,6 +87,10 @@ class Curve:
         """Times the factor of each size."""
         return Curve.of((size, ms * factors.between(size)) for size, ms in self.points)
 
+    def stretched(self, factor: float) -> "Curve":
+        """The same times at sizes so many times larger."""
+        return Curve(tuple((size * factor, ms) for size, ms in self.points))
+
     def between(self, size: float) -> float:
         """Interpolated over the size's logarithm, and constant beyond the points: for factors."""
         return interpolate([(log(at), factor) for at, factor in self.points], log(size))
@@ -230,6 +234,23 @@ class Profile:
             kernels=kernels,
             attention_ms=attention,
         )
+
+    def with_ranks(self, ranks: int) -> "Profile":
+        """As far as is known without measuring: of such GPUs, each with a link of its own, more or fewer share a group.
+
+        Of a collective's bytes a rank sends (ranks - 1) / ranks, twice with an all-reduce; so it takes a collective of
+        other size as long. How many others that goes to is left out.
+        """
+        if ranks == self.machine.ranks or ranks == 1:
+            return replace(self, machine=replace(self.machine, ranks=ranks))
+        before = self.machine.ranks
+        larger = (before - 1) / before * ranks / (ranks - 1)
+        beside = {
+            op: {name: replace(one, curve=one.curve.stretched(larger)) for name, one in both.items()}
+            for op, both in self.beside.items()
+        }
+        alone = {op: curve.stretched(larger) for op, curve in self.alone.items()}
+        return replace(self, machine=replace(self.machine, ranks=ranks), alone=alone, beside=beside)
 
     def _beside_scaled(self, op: str, name: str, alone: Curve, factors: Curve) -> Beside:
         """On a link of other speed. What a collective waits for a kernel's end has nothing to do with the link."""
