@@ -18,7 +18,7 @@ if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
 
 ROWS = 16  # that one program takes one after the other, with the modulation vectors in registers
 STAGES = 3  # rows of a program that are on their way from memory at a time
-TILE = 2048  # elements of q, and of k, that one program normalises and rotates
+TILE = 1024  # elements of q, and of k, that one program normalises and rotates
 
 
 def _on_device(x: torch.Tensor, *others: torch.Tensor | None) -> None:
@@ -148,7 +148,7 @@ def rows(
             ADD=adds, GATE=gate is not None, GATE_TABLE=gate_table is not None,
             NORM=norm is not None, WEIGHT=weight is not None, BIAS=bias is not None,
             MODULATE=modulation is not None, TABLE=table is not None,
-            num_warps=warps or min(max(block // 512, 1), 16),
+            num_warps=warps or min(max(block // 1024, 4), 16),
         )  # fmt: skip
     return total, normed
 
