@@ -96,7 +96,7 @@ def run(setting: Setting, given: argparse.Namespace) -> None:
             for m, n, k in shapes:
                 row = bench.measure(Shape(op, m, n, k, setting.ranks))
                 rows.append(row)
-                setting.save(given.save, {"rows": rows})
+                setting.save(given.save, {"untuned_profile": bench.untuned.profile.taken, "rows": rows})
                 times = "".join(f"{row[name]:11.3f}" if row[name] else f"{'-':>11}" for name in COLUMNS)
                 setting.say(f"{(m, n, k)!s:>20} {op:<15}{times}{row['fraction']:10.3f}  {row['plan']}")
     for op in given.ops.split(","):
@@ -165,7 +165,8 @@ class Bench:
         tuned, first = self.tuner.shape(shape), self.untuned.choice(shape.op, shape.m, shape.n, shape.k)
         works = [self._checked(plain, choice) for choice in (first, tuned)]
         row["serial"], row["untuned"], row["fodit"] = self._times(plain.serial, *works)
-        row |= {"plan": tuned.plan, "untuned_plan": first.plan, "predicted": tuned.predicted_ms}
+        row |= {"plan": tuned.plan, "predicted": tuned.predicted_ms}
+        row |= {"untuned_plan": first.plan, "untuned_predicted": first.predicted_ms}
         row["bound"] = max(row["gemm"] + last, row["gemm"] / SMALLEST + row["comm"])
         row["fraction"] = row["bound"] / row["fodit"]
         return row

@@ -20,7 +20,7 @@ from fodit.tune.works import COLUMNS, Operands
 MB = 1 << 20
 SIZES = (MB, 8 * MB, 64 * MB)
 PRODUCT_K, PRODUCT_ROWS = 2048, 64
-REPEATS = 3
+REPEATS, WARM_UP = 7, 2  # as many as a profile's measurements take: one disturbed exchange must not decide
 FILL = 2048  # elements of a tile that its prologue and epilogue cost
 
 
@@ -51,12 +51,21 @@ def probe(
 
     factors = {}
     for op in OPERATIONS:
-        taken = clock.compare([work(op, size) for size in SIZES], REPEATS, warm_up=1)
+        taken = clock.compare([work(op, size) for size in SIZES], REPEATS, WARM_UP)
         points = zip(SIZES, taken, strict=True)
         factors[op] = Curve(tuple((float(size), ms / known.alone[op](size)) for size, ms in points))
-    how = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')}, probed; before that {known.taken}"
-    mine = known.rescaled(factors, _product_factor(known, machine, comm, clock, kernels, dtype), machine, how)
+    product = _product_factor(known, machine, comm, clock, kernels, dtype)
+    when = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    how = f"{when}, probed ({_described(factors, product)}); before that {known.taken}"
+    mine = known.rescaled(factors, product, machine, how)
     return everyone(clock.control, mine)[0]
+
+
+def _described(factors: Mapping[str, Curve], product: float) -> str:
+    """How many times longer everything takes than it was known to."""
+    sizes = ", ".join(f"{size / MB:g}" for size in SIZES)
+    links = (f"{op} {', '.join(f'{factor:.2f}' for _, factor in curve.points)}" for op, curve in factors.items())
+    return f"times as long, of {sizes} MiB: {'; '.join(links)}; products {product:.2f}"
 
 
 def _product_factor(
