@@ -1,4 +1,4 @@
-"""For all tests: the ``gpu`` marker, hypothesis without deadlines, a pool of ranks, tiny checkpoints."""
+"""For all tests: the ``gpu`` marker, hypothesis without deadlines, a pool of ranks, tiny checkpoints and benchmarks."""
 
 from __future__ import annotations
 
@@ -46,3 +46,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         return str(path if path.exists() else make(kind, path))
 
     return folder
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The step benchmark with small models and no GPU."""
+    from benches import on_cpu
+
+    on_cpu(monkeypatch)
+    return monkeypatch

@@ -1,124 +1,22 @@
-"""The step benchmark's own logic on CPU: small models, all else is real but the GPU's clock."""
+"""The step benchmark's own logic on CPU."""
 
 import argparse
-import copy
-import itertools
-import json
 import time
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
+from benches import CPU, MODELS, CpuSetting, arguments, on_cpu, run, weights
 from diffusers import CogVideoXPipeline, WanPipeline
 
 from fodit import FoWanPipeline
-from fodit.agreement import everyone
-from fodit.bench import floor, numerics, predicted, step, ways
-from fodit.bench.floor import Attention, Product, layer_floor, layer_work
+from fodit.bench import numerics, step, ways
 from fodit.bench.model import make_model, twin
 from fodit.bench.numerics import BAR, Comparison, call_in_fp32, in_fp32
 from fodit.bench.ways import Diffusers, Fodit, Way, all_ways, chosen_ways
-from fodit.parallel import initialise
 from fodit.testing import dummy
-from fodit.tune.predict import product_ms
-
-MODELS = ("Wan2.1-T2V-1.3B", "CogVideoX-2b")
-FULL_CONFIG = dummy.config
-SIZE = ["--height", "32", "--width", "64", "--num-frames", "9"]
-CPU, META = torch.device("cpu"), torch.device("meta")
-
-
-class CpuSetting:
-    """What a benchmark asks of `Setting`."""
-
-    def __init__(self, ranks=1):
-        self.device, self.ranks, self.profile = CPU, ranks, "cpu"
-        self.control = initialise(CPU, 60) if ranks > 1 else None
-        self.said, self.saved, self.sms, self.max_ctas = [], {}, 0, None
-
-    @contextmanager
-    def compute(self):
-        yield
-
-    def barrier(self):
-        if self.control is not None:
-            dist.barrier(self.control)
-
-    def say(self, text):
-        self.said.append(text)
-
-    def time(self, work, repeats, warm_up):
-        begin = time.perf_counter()
-        work()
-        return (time.perf_counter() - begin) * 1e3
-
-    def slowest(self, times):
-        return [max(one) for one in zip(*everyone(self.control, times), strict=True)]
-
-    def save(self, path, results):
-        self.saved = json.loads(json.dumps(results))
-
-
-class CpuEvent:
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, other):
-        return (other.at - self.at) * 1e3
-
-
-def small_config(name):
-    """Few channels; all else stays as it is."""
-    spec = copy.deepcopy(FULL_CONFIG(name))
-    wan = name.startswith("Wan")
-    spec["text_embedding"] = [16 if wan else 226, 32]
-    changed = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
-    changed |= {"text_dim": 32, "ffn_dim": 64, "freq_dim": 32} if wan else {"text_embed_dim": 32, "time_embed_dim": 16}
-    for role, settings in spec["components"].items():
-        if role.startswith("transformer"):
-            settings |= changed
-    vae = spec["components"]["vae"]
-    vae |= {"base_dim": 8, "num_res_blocks": 1} if wan else {"block_out_channels": [4] * 4, "norm_num_groups": 2}
-    return spec
-
-
-def on_cpu(patch):
-    """Small models, and no GPU to wait for."""
-    patch.setattr(dummy, "config", small_config)
-    patch.setattr(torch.cuda, "synchronize", lambda: None)
-    patch.setattr(torch.cuda, "Event", CpuEvent)
-    patch.setattr(floor, "SUSTAINED_MS", 1.0)
-    patch.setitem(ways.COMPILE, "backend", "eager")  # traced by dynamo, not built by a C++ compiler
-
-
-@pytest.fixture
-def cpu(monkeypatch):
-    on_cpu(monkeypatch)
-    return monkeypatch
-
-
-def arguments(*given):
-    parser = argparse.ArgumentParser()
-    step.add_arguments(parser)
-    parser.add_argument("--save")
-    return parser.parse_args([*SIZE, *given])
-
-
-def run(*given, ranks=1):
-    """The rows by name of way, and the lines of the table."""
-    setting = CpuSetting(ranks)
-    step.run(setting, arguments(*given))
-    return {row["way"]: row for row in setting.saved["rows"]}, setting.said
-
-
-def weights(pipe):
-    return {name: weight.detach().clone() for name, weight in pipe.transformer.named_parameters()}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -138,22 +36,6 @@ def test_all_ways_of_one_process(cpu, name):
         assert "ratio" not in row
     assert ours["notes"] == [] and "exposed_s" in ours
     assert len(said) == 2 + len(rows) and all("not run" not in line for line in said)
-
-
-@pytest.mark.parametrize("profile", ["nvlink", "no-p2p", "consumer"])
-@pytest.mark.parametrize("name", ["Wan2.1-T2V-14B", "CogVideoX-5b"])
-def test_predicted_layers(name, profile):
-    """More ranks never take longer, nor less than their share by more than a better fill of the last waves."""
-    known = predicted.known_profile(f"h200-x2-{profile}")
-    model = make_model(
-        argparse.Namespace(model=name, layers=1, height=None, width=None, num_frames=None, steps=2), META
-    )
-    found = [predicted.layer_ms(known, step._layer(model, ranks, 1)[0], model.heads, ranks) for ranks in (1, 2, 4, 8)]
-    for ranks, (before, after) in zip((2, 4, 8), itertools.pairwise(found), strict=True):
-        assert before / 2.1 < after < before, ranks
-    work, _ = step._layer(model, 1, 1)
-    products = [product_ms(known, one.m, one.n, one.k) for one in work if isinstance(one, Product)]
-    assert sum(products) < found[0]
 
 
 def test_predictions_are_beside_what_is_measured(cpu):
@@ -437,91 +319,3 @@ def test_comparison():
     with pytest.raises(RuntimeError, match="nan"):
         Comparison().errors(exact * float("nan"))
     assert numerics.WORST_ERROR == 0.1 and Comparison().errors(exact) == {"error": 0}
-
-
-@pytest.mark.parametrize("ulysses", [1, 2])
-def test_work_of_wan(ulysses):
-    transformer = dummy.pipeline("Wan2.1-T2V-14B", WanPipeline, device="meta", num_layers=1).transformer
-    rows, width = 32760 // ulysses, 5120
-    work = layer_work(transformer, 1, 32760, 512, ulysses)
-    assert work == [
-        Product(rows, 3 * width, width),
-        Attention(1, 40 // ulysses, 32760, 32760, 128),
-        Product(rows, width, width),
-        Product(rows, width, width),
-        Product(512, 2 * width, width),
-        Attention(1, 40, rows, 512, 128),
-        Product(rows, width, width),
-        Product(rows, 13824, width),
-        Product(rows, width, 13824),
-    ]
-    block = transformer.blocks[0]
-    text = {block.attn2.to_k, block.attn2.to_v}
-    linears = [module for module in block.modules() if isinstance(module, torch.nn.Linear)]
-    wanted = sum(2 * one.weight.numel() * (512 if one in text else rows) for one in linears)
-    assert sum(one.flops for one in work if isinstance(one, Product)) == wanted
-    assert work[1].flops == 4 * 32760**2 * width // ulysses and work[5].flops == 4 * rows * 512 * width
-
-
-@pytest.mark.parametrize("ulysses", [1, 2])
-def test_work_of_cogvideox(ulysses):
-    transformer = dummy.pipeline("CogVideoX-5b", CogVideoXPipeline, device="meta", num_layers=1).transformer
-    tokens, width = 17550 + 226, 3072
-    rows = 2 * tokens // ulysses
-    work = layer_work(transformer, 2, 17550, 226, ulysses)
-    assert work == [
-        Product(rows, 3 * width, width),
-        Attention(2, 48 // ulysses, tokens, tokens, 64),
-        Product(rows, width, width),
-        Product(rows, 4 * width, width),
-        Product(rows, width, 4 * width),
-    ]
-    block = transformer.transformer_blocks[0]
-    linears = [m for part in (block.attn1, block.ff) for m in part.modules() if isinstance(m, torch.nn.Linear)]
-    assert sum(one.flops for one in work if isinstance(one, Product)) == sum(
-        2 * one.weight.numel() * rows for one in linears
-    )
-    assert work[1].flops == 2 * 4 * tokens**2 * width // ulysses
-
-
-def test_uneven_work_is_that_of_the_busiest_rank():
-    transformer = dummy.pipeline("CogVideoX-2b", CogVideoXPipeline, device="meta", num_layers=1).transformer
-    work = layer_work(transformer, 1, 100, 1, 4)  # 101 tokens, 30 heads
-    assert work[0].m == 26 and work[1].heads == 8 and work[1].query == 101
-
-
-def test_both_floors_run_the_same_operations(cpu):
-    order = []
-
-    class Counted:
-        def __init__(self, name, ms):
-            self.name, self.ms = name, ms
-
-        def calls(self, device, dtype):
-            return [partial(self.fail), partial(self.work, 5), partial(self.work, 1)]
-
-        def fail(self):
-            raise RuntimeError("no such kernel")
-
-        def work(self, slower):
-            order.append((self.name, slower))
-            time.sleep(self.ms * slower / 1e3)
-
-    cpu.setattr(floor, "SUSTAINED_MS", 60.0)
-    found = layer_floor(CpuSetting(), [Counted("qkv", 4), Counted("attention", 8)], torch.float32)
-    layers = order[4:]
-    assert len(layers) // 2 in (4, 5)
-    assert layers == [("qkv", 1), ("attention", 1)] * (len(layers) // 2), "the fastest calls, in order"
-    assert 12 <= found.alone < 20 and 12 <= found.sustained < 20
-    assert (found * 2).alone == 2 * found.alone and (found * 2).sustained == 2 * found.sustained
-
-
-def test_operations_compute_what_they_say():
-    (product,) = Product(3, 5, 7).calls(CPU, torch.float32)
-    assert product().shape == (3, 5)
-    flash, _ = Attention(2, 3, 16, 8, 32).calls(CPU, torch.bfloat16)
-    assert flash().shape == (2, 3, 16, 32)
-    broken = Attention(1, 1, 4, 4, 8)
-    with pytest.raises(RuntimeError), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(floor, "BACKENDS", floor.BACKENDS[1:])  # cuDNN
-        floor._fastest(CpuSetting(), broken, torch.bfloat16)
