@@ -85,7 +85,7 @@ def make_pipeline(given: argparse.Namespace, device: torch.device, dtype: torch.
         raise OSError(f"{given.model} is neither a saved pipeline's folder nor found on the Hub: {error}") from error
     if kind not in PIPELINES:
         raise ValueError(f"{given.model} is a {kind}; fodit runs {' and '.join(PIPELINES)}")
-    return PIPELINES[kind].from_pretrained(given.model, parallel=parallel, torch_dtype=dtype, **options)
+    return PIPELINES[kind].from_pretrained(given.model, parallel=parallel, dtype=dtype, **options)
 
 
 def call_arguments(given: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:

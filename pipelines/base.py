@@ -18,7 +18,7 @@ from fodit.agreement import check_same, in_turns, together
 from fodit.models.attachment import family_of
 from fodit.models.sequence import HeadGroups
 from fodit.parallel import ParallelConfig, initialise, rank_device, world_size
-from fodit.pipelines.checkpoint import TRANSFORMERS, fewest_heads, loading_turns
+from fodit.pipelines.checkpoint import TRANSFORMERS, fewest_heads, loading_turns, with_dtype
 from fodit.pipelines.session import Session
 from fodit.report import Report
 
@@ -62,7 +62,7 @@ class FoPipeline(DiffusionPipeline):
                 `enable_model_cpu_offload` and `enable_sequential_cpu_offload`).
             head_groups: parts in which attention heads are exchanged between ranks, a number or their relative sizes,
                 such as (1, 3, 3, 1); None chooses.
-            kwargs: diffusers' own arguments, such as `torch_dtype`.
+            kwargs: diffusers' own arguments, such as `dtype`, which may be called `torch_dtype` in any version.
 
         Raises:
             ValueError, TypeError, OSError: arguments or files that do not fit, on every rank and before weights load
@@ -72,6 +72,7 @@ class FoPipeline(DiffusionPipeline):
         """
         if kwargs.get("device_map") is not None:
             raise ValueError("device_map does not go with fodit, which places weights on each rank's device")
+        kwargs = with_dtype(kwargs)
         parallel = parallel or ParallelConfig()
         same = {"overlap": overlap, "output_rank": output_rank, "offload": offload, "head_groups": head_groups}
         source = {"pretrained_model_name_or_path": str(pretrained_model_name_or_path)}

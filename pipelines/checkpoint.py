@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import psutil
 import torch.distributed as dist
 from diffusers import ConfigMixin, DiffusionPipeline
@@ -15,6 +16,23 @@ from fodit.models.attachment import FAMILIES
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision")
 TRANSFORMERS = ("transformer", "transformer_2")
+DTYPE, OLD_DTYPE, RENAMED = "dtype", "torch_dtype", (0, 40)  # the weights' type, before diffusers 0.40 and since
+
+
+def with_dtype(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`from_pretrained`'s arguments, with the weights' type under the name that the installed diffusers has for it.
+
+    Older ones ignore `dtype`, newer ones warn of `torch_dtype` on every rank; scripts may use either name with any.
+
+    Raises:
+        ValueError: both are given.
+    """
+    given = {name: arguments[name] for name in (DTYPE, OLD_DTYPE) if arguments.get(name) is not None}
+    if len(given) > 1:
+        raise ValueError(f"dtype={given[DTYPE]} and torch_dtype={given[OLD_DTYPE]} are one argument: give one of them")
+    rest = {name: value for name, value in arguments.items() if name not in (DTYPE, OLD_DTYPE)}
+    renamed = tuple(map(int, diffusers.__version__.split(".")[:2])) >= RENAMED
+    return rest | {DTYPE if renamed else OLD_DTYPE: value for value in given.values()}
 
 
 def fewest_heads(pipeline: type[DiffusionPipeline], source: str | Path, arguments: dict[str, Any]) -> int:

@@ -2,7 +2,9 @@
 
 import hashlib
 import inspect
+import warnings
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from test_parity import CALL, SIZES, generate, load
 
 from fodit import FoCogVideoXPipeline, FoWanPipeline, ParallelConfig, Report
 from fodit.models import ulysses
+from fodit.pipelines.checkpoint import with_dtype
 
 
 def digest(frames):
@@ -260,3 +263,21 @@ def test_a_compiled_transformer(pool, tiny, kind, ranks):
 def test_the_call_is_diffusers_own(fo, plain):
     assert inspect.signature(fo.__call__) == inspect.signature(plain.__call__)
     assert fo.__call__.__doc__ == plain.__call__.__doc__
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_either_name_of_the_dtype(tiny, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # diffusers' deprecations
+        pipe = FoWanPipeline.from_pretrained(tiny("wan2.1"), device="cpu", **{name: torch.bfloat16})
+    assert pipe.transformer.dtype == torch.bfloat16
+
+
+def test_the_name_that_the_installed_diffusers_knows(monkeypatch):
+    for version, name in (("0.39.0", "torch_dtype"), ("0.40.0.dev0", "dtype"), ("1.0.0", "dtype")):
+        monkeypatch.setattr(diffusers, "__version__", version)
+        for given in ("dtype", "torch_dtype"):
+            assert with_dtype({given: torch.float16, "revision": "x"}) == {name: torch.float16, "revision": "x"}
+    assert with_dtype({"torch_dtype": None}) == {}
+    with pytest.raises(ValueError, match=r"dtype=torch\.float16 and torch_dtype=torch\.float32 are one argument"):
+        with_dtype({"dtype": torch.float16, "torch_dtype": torch.float32})
