@@ -11,13 +11,13 @@ embeddings. The video is noise, the latency is the real one.
 import argparse
 import os
 import sys
-import time
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 
 from fodit import FoCogVideoXPipeline, FoWanPipeline, ParallelConfig, save_video
+from fodit.commandline import Parser, refuse, speaks
 from fodit.parallel import rank_device, world_size
 from fodit.testing import dummy
 from fodit.video import check_file, check_video
@@ -42,9 +42,7 @@ def pixels(text: str) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="hub id, local folder, or with --dummy-weights a model's name")
     parser.add_argument("--prompt", help="what to show; not needed with --dummy-weights")
     parser.add_argument("--negative-prompt", help="what not to show")
@@ -116,7 +114,6 @@ def check(given: argparse.Namespace) -> None:
 
 def main() -> None:
     given = arguments()
-    speaks = os.environ.get("RANK", "0") == "0"
     try:
         check(given)
         device = rank_device(given.device)
@@ -124,12 +121,8 @@ def main() -> None:
         call = call_arguments(given, dtype)
         pipe = make_pipeline(given, device, dtype)
     except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
-        if speaks:
-            print(f"text_to_video: {' '.join(str(error).split())}", file=sys.stderr)
-        else:
-            time.sleep(3)  # the first rank to end makes torchrun end the others: let rank 0 speak before that
-        sys.exit(1)
-    if given.dummy_weights and speaks and (given.prompt or given.negative_prompt):
+        sys.exit(refuse("text_to_video", error))
+    if given.dummy_weights and speaks() and (given.prompt or given.negative_prompt):
         print("--dummy-weights has random embeddings for a prompt: the one given is ignored")
     frames = pipe(**call).frames
     if frames is None:  # another rank holds the video

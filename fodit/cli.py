@@ -8,6 +8,7 @@ import os
 import sys
 
 import fodit
+from fodit.commandline import Parser
 
 COLUMNS = """columns, for each denoising step of rank 0:
   wall           from the step's start to its end
@@ -19,7 +20,7 @@ COLUMNS = """columns, for each denoising step of rank 0:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="fodit", description="Video generation with communication hidden.")
+    parser = Parser(prog="fodit", description="Video generation with communication hidden.")
     parser.add_argument("--version", action="version", version=f"fodit {fodit.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what fodit finds on this machine, and what would not run as fast as it could")

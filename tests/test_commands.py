@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from fodit import commandline
 from fodit.bench import __main__ as bench
 from fodit.bench import kernels
 from fodit.kernels import gemm
@@ -33,6 +34,7 @@ def played(monkeypatch):
         for name, number in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", processes)):
             monkeypatch.setenv(name, str(number))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        monkeypatch.setattr(commandline, "QUIET_S", 0.0)
         return monkeypatch
 
     return machine
@@ -93,6 +95,23 @@ def test_arguments_of_benchmarks(played, capsys, given, says):
     assert found.startswith(f"fodit bench: {says}") and found.count("\n") == 1
     played(0, 2, rank=1)
     assert refused(capsys, bench.main, *given) == ""
+
+
+@pytest.mark.parametrize(("main", "name", "given"), COMMANDS)
+def test_one_rank_tells_of_mistakes_and_gives_help(capsys, monkeypatch, main, name, given):
+    """The others wait, for torchrun ends all ranks when the first one ends in failure."""
+    waits = []
+    monkeypatch.setattr(commandline.time, "sleep", waits.append)
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        for wrong, status in (("--nonsense", 2), ("--help", 0)):
+            with pytest.raises(SystemExit) as end:
+                main([*map(str, given), wrong])
+            shown = capsys.readouterr()
+            assert end.value.code == status
+            assert ("usage" in shown.out + shown.err) == (rank == 0)
+            assert not rank or shown.out + shown.err == ""
+    assert waits == [commandline.QUIET_S]
 
 
 def test_what_the_machine_must_have(played, capsys):

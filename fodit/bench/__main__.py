@@ -1,17 +1,17 @@
 """python -m fodit.bench kernels|ops|step --profile no-p2p ...   (under torchrun for several GPUs)"""
 
-import argparse
 import sys
 
 import torch.distributed as dist
 
 from fodit.bench import kernels, ops, step
-from fodit.tune.setting import PROFILE_HELP, PROFILES, Setting, refuse
+from fodit.commandline import Parser, refuse
+from fodit.tune.setting import PROFILE_HELP, PROFILES, Setting
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Exits with status 1 and a line on stderr where there is nothing to measure."""
-    parser = argparse.ArgumentParser(prog="fodit bench", description="Benchmarks; run under torchrun.")
+    parser = Parser(prog="fodit bench", description="Benchmarks; run under torchrun.")
     commands = parser.add_subparsers(dest="command", required=True)
     for module, name, summary in (
         (kernels, "kernels", "signaling kernels alone, next to cuBLAS"),

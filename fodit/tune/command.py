@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import torch.distributed as dist
 
+from fodit.commandline import Parser, refuse
 from fodit.ops.communicator import Communicator
 from fodit.ops.connect import connected
 from fodit.parallel import ParallelConfig, nccl_options, world_size
@@ -12,7 +13,7 @@ from fodit.tune.clock import Clock
 from fodit.tune.measure import measure, this_machine
 from fodit.tune.operation import shared_kernels
 from fodit.tune.planner import agreed_files
-from fodit.tune.setting import PROFILE_HELP, PROFILES, Setting, check_gpus, refuse
+from fodit.tune.setting import PROFILE_HELP, PROFILES, Setting, check_gpus
 from fodit.tune.shapes import Model, model
 from fodit.tune.store import Plans, plans_path, profile_path
 from fodit.tune.tuner import Tuner
@@ -48,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 with a reason on stderr."""
-    parser = argparse.ArgumentParser(
-        prog="fodit tune", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="fodit tune", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     given = parser.parse_args(arguments)
     call = (given.model, given.height, given.width, given.num_frames)

@@ -9,7 +9,6 @@ Records a machine's profile, and measurements of operations to check predictions
     rows             plans: the one predicted best, the static default, and for five shapes many of the search's
 """
 
-import argparse
 import json
 import sys
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fodit.commandline import Parser, refuse
 from fodit.ops.connect import connected
 from fodit.ops.executor import choose_kernel
 from fodit.parallel import nccl_options
@@ -30,7 +30,7 @@ from fodit.tune.operation import Operation, shared_kernels
 from fodit.tune.predict import SMALLEST, overlapped_ms, serial_ms
 from fodit.tune.profile import CUBLAS
 from fodit.tune.search import Candidate, Shape, candidates
-from fodit.tune.setting import PROFILE_HELP, PROFILES, Setting, check_gpus, refuse
+from fodit.tune.setting import PROFILE_HELP, PROFILES, Setting, check_gpus
 from fodit.tune.shapes import model
 from fodit.tune.store import Plans
 from fodit.tune.tuner import Tuner
@@ -149,7 +149,7 @@ class Recorder:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m fodit.tune.record", description="Records; run under torchrun.")
+    parser = Parser(prog="python -m fodit.tune.record", description="Records; run under torchrun.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--link", choices=PROFILES, default="nvlink", help=PROFILE_HELP)
     parser.add_argument("--repeats", type=int, default=7)

@@ -4,7 +4,6 @@ import datetime
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,16 +39,6 @@ def check_gpus(ranks: int = 1) -> None:
         raise RuntimeError(f"there are {processes} processes on this machine, but {gpus} GPU(s)")
     if world_size() < ranks:
         raise RuntimeError(f"it measures several processes together: start it with torchrun --nproc-per-node {ranks}")
-
-
-def refuse(command: str, error: Exception) -> int:
-    """Say on stderr why a command does nothing, once for all ranks; its exit status."""
-    rank = os.environ.get("RANK", "0")
-    if isinstance(error, RuntimeError):  # of this machine, others may have their GPUs
-        rank = os.environ.get("LOCAL_RANK", rank)
-    if rank == "0":
-        print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
-    return 1
 
 
 class Setting:
