@@ -4,20 +4,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from fodit.tune.predict import (
-    overlapped_ms,
-)
+from fodit.tune.predict import overlapped_ms
 from fodit.tune.profile import CUBLAS, Beside, Curve, Machine, Product, Profile, shipped
 from fodit.tune.search import Shape
 
 NCCL = ("nvlink-nccl", "no-p2p-nccl", "consumer-nccl")  # recorded with NCCL doing everything
 COPIES = ("nvlink", "no-p2p", "consumer")
 LINKS = (*COPIES, *NCCL)
-ERROR = 0.034  # mean absolute error of predictions, that of the FlashOverlap paper
-REGRET = 0.01  # mean, of the measured time of the predicted best over the measured best
-CPU = torch.device("cpu")
 
 
 def tiny_profile(**changes):

@@ -75,7 +75,10 @@ def test_several_models(cpu):
         (["--model", MODELS[0], "--layers", "99"], "num_layers is 99; Wan2.1-T2V-1.3B can have 1 to 30"),
         (["--model", MODELS[0], "--head-groups", "1,x"], "--head-groups 1,x: give a number, or relative sizes"),
         (["--model", MODELS[0], "--head-groups", "0"], "--head-groups 0: give a number"),
-        (["--model", MODELS[0], "--predict-from", "h100"], r"no profile h100: neither a file nor one of h200-x2-cons"),
+        (
+            ["--model", MODELS[0], "--predict-from", "h100"],
+            "no profile 'h100': neither a file, nor one of h200-x2-cons",
+        ),
         (["--model", MODELS[0], "--ways", "xdit|ulysses"], r"--ways xdit\|ulysses: in no name of diffusers, one GPU, "),
     ],
 )

@@ -261,7 +261,7 @@ def test_usage_of_all_benchmarks(tmp_path, given, status):
     text, other = (done.stderr, done.stdout) if status else (done.stdout, done.stderr)
     assert (done.returncode, other) == (status, "") and list(tmp_path.iterdir()) == [script.parent]
     assert 'PROFILES=nvlink MODELS="CogVideoX-5b Wan2.1-T2V-1.3B" benchmarks/run.sh OUT' in text
-    for word in (
+    for word in [
         "checks",
         "kernels",
         "ops",
@@ -273,7 +273,7 @@ def test_usage_of_all_benchmarks(tmp_path, given, status):
         "WAYS",
         "PREDICT",
         "SHAPES",
-    ):
+    ]:
         assert re.search(rf"^  {word}  ", text, re.MULTILINE), word
     assert max(map(len, text.splitlines())) <= 80
 

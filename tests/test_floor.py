@@ -15,6 +15,7 @@ from fodit.bench.floor import Attention, Product, layer_floor, layer_work
 from fodit.bench.model import make_model
 from fodit.testing import dummy
 from fodit.tune.predict import product_ms
+from fodit.tune.profile import shipped
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
@@ -109,7 +110,7 @@ def test_operations_compute_what_they_say():
 @pytest.mark.parametrize("name", ["Wan2.1-T2V-14B", "CogVideoX-5b"])
 def test_predicted_layers(name, profile):
     """More ranks never take longer, nor less than their share by more than a better fill of the last waves."""
-    known = predicted.known_profile(f"h200-x2-{profile}")
+    known = shipped()[f"h200-x2-{profile}"]
     model = make_model(
         argparse.Namespace(model=name, layers=1, height=None, width=None, num_frames=None, steps=2), META
     )

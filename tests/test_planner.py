@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from profiles import CPU, tiny_profile
+from profiles import tiny_profile
 from test_executor import KERNELS
 
 from fodit.parallel import initialise
@@ -20,6 +20,8 @@ from fodit.tune.profile import CUBLAS, Machine, Profile, nearest, shipped
 from fodit.tune.search import Shape, partitions
 from fodit.tune.shapes import model
 from fodit.tune.store import Attention, HeadGroups, Plans
+
+CPU = torch.device("cpu")
 
 
 def test_profile_round_trip(tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import COPIES, ERROR, LINKS, NCCL, REGRET, predictions, recorded, tiny_profile
+from profiles import COPIES, LINKS, NCCL, predictions, recorded, tiny_profile
 
 from fodit.plan import UlyssesLayout, all_reduce_plan, reduce_scatter_plan
 from fodit.tune.predict import (
@@ -22,6 +22,9 @@ from fodit.tune.predict import (
 )
 from fodit.tune.profile import CUBLAS, OPERATIONS, Beside, Curve, shipped
 from fodit.tune.search import Candidate, Shape, as_choice
+
+ERROR = 0.034  # mean absolute error of predictions, that of the FlashOverlap paper
+REGRET = 0.01  # mean, of the measured time of the predicted best over the measured best
 
 
 def test_waves():

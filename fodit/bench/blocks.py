@@ -5,6 +5,7 @@ whole model does; its blocks take the same time.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class BlockClock:
         self._transformers = transformers
         self._handles: list[RemovableHandle] = []
         self._marks: list[torch.cuda.Event] = []
-        self._steps: list[int] = []  # marks at the end of each
+        self._calls: list[int] = []  # so far, at the end of each step
 
     def __enter__(self) -> "BlockClock":
         for transformer in self._transformers:
@@ -47,7 +48,7 @@ class BlockClock:
         self._marks.append(event)
 
     def end_step(self) -> None:
-        self._steps.append(len(self._marks))
+        self._calls.append(len(self._marks) // 2)
 
     def seconds(self) -> list[float]:
         """Of all calls of each step but the first; nothing where no transformer is timed. Waits for the device."""
@@ -55,4 +56,4 @@ class BlockClock:
             return []
         torch.cuda.synchronize()
         spans = [begin.elapsed_time(end) / 1e3 for begin, end in zip(self._marks[::2], self._marks[1::2], strict=True)]
-        return [sum(spans[begin // 2 : end // 2]) for begin, end in zip(self._steps, self._steps[1:], strict=False)]
+        return [sum(spans[begin:end]) for begin, end in pairwise(self._calls)]

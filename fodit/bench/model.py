@@ -68,9 +68,14 @@ class Model:
         return self.call["prompt_embeds"].shape[1]
 
 
+def is_wan(name: str) -> bool:
+    """Whether a model that `dummy` knows is one of Wan's, else of CogVideoX'."""
+    return dummy.config(name)["pipeline"] == "WanPipeline"
+
+
 def make_model(given: Namespace, device: torch.device) -> Model:
     """The model and the call that the command line names."""
-    wan = dummy.config(given.model)["pipeline"] == "WanPipeline"
+    wan = is_wan(given.model)
     made: Any = dummy.pipeline(
         given.model, FoWanPipeline if wan else FoCogVideoXPipeline, device=device, dtype=DTYPE, num_layers=given.layers
     )

@@ -1,32 +1,16 @@
 """What the predictor makes of a layer: beside what is measured, also at numbers of ranks that its profile is not of."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from fodit.bench.floor import Attention as SelfAttention
 from fodit.bench.floor import Operation, Product
 from fodit.tune.planner import predicted_groups
 from fodit.tune.predict import ITEMSIZE, attention_ms, copy_ms, product_ms
-from fodit.tune.profile import Profile, shipped
+from fodit.tune.profile import Profile
 from fodit.tune.store import Attention
 
 SELF_ATTENTION, MLP = 3, 2  # operations of a layer: its first and its last ones
 ROWS_COPIED = {True: 7.5, False: 4.5}  # times that Wan's, that CogVideoX' element-wise chains read and write the rows
-
-
-def known_profile(name: str) -> Profile:
-    """A shipped profile by its name, or one from a file.
-
-    Raises:
-        ValueError: there is neither.
-        codec.FileError: the file is not a profile.
-    """
-    profiles = shipped()
-    if name in profiles:
-        return profiles[name]
-    if not Path(name).is_file():
-        raise ValueError(f"no profile {name}: neither a file nor one of {', '.join(profiles)}")
-    return Profile.load(Path(name))
 
 
 def layer_ms(profile: Profile, work: Sequence[Operation], heads: int, ulysses: int) -> float:

@@ -19,13 +19,15 @@ import torch
 from fodit.agreement import describe, everyone, together
 from fodit.bench.blocks import BlockClock
 from fodit.bench.floor import Floor, Operation, layer_floor, layer_work
-from fodit.bench.model import DTYPE, Model, make_model, transformers
+from fodit.bench.model import DTYPE, Model, is_wan, make_model, transformers
 from fodit.bench.numerics import BAR, Comparison, call_in_fp32, in_fp32
-from fodit.bench.predicted import known_profile, layer_ms
+from fodit.bench.predicted import layer_ms
 from fodit.bench.ways import Fodit, Way, all_ways, chosen_ways
 from fodit.models.sequence import HeadGroups
 from fodit.parallel import world_size
 from fodit.testing import dummy
+from fodit.tune.planner import planner_named
+from fodit.tune.profile import Profile
 from fodit.tune.setting import Setting, check_gpus
 
 COMPILE_STEPS = 2  # of the call in which blocks compile
@@ -88,8 +90,8 @@ def check(given: argparse.Namespace) -> None:
             dummy.shortened(name, dummy.config(name)["components"]["transformer"], given.layers)
     _head_groups(given)
     if given.predict_from is not None:
-        known_profile(given.predict_from)
-    wan = [dummy.config(name)["pipeline"] == "WanPipeline" for name in names]
+        planner_named(given.predict_from)
+    wan = [is_wan(name) for name in names]
     if not any(chosen_ways(given.ways, world_size(), one) for one in wan):
         known = ", ".join(way.name for way in all_ways(world_size(), any(wan), True))
         raise ValueError(f"--ways {given.ways}: in no name of {known}")
@@ -111,6 +113,7 @@ def _run_model(setting: Setting, given: argparse.Namespace) -> None:
     if given.steps is None:
         given.steps = 10 if given.numerics else 3
     model = make_model(given, setting.device)
+    profile = None if given.predict_from is None else planner_named(given.predict_from).profile
     call = model.call
     comparison = Comparison(_exact(setting, model) if given.numerics else None)
     floors = _floors(setting, model)
@@ -126,8 +129,8 @@ def _run_model(setting: Setting, given: argparse.Namespace) -> None:
         reason = way.unfit(setting.ranks, model)
         if reason is None and way.required:
             row |= _measure(setting, way, model, floors, comparison, _head_groups(given))
-            if given.predict_from is not None and isinstance(way, Fodit):
-                row["predicted_layer_ms"] = _predicted_layer_ms(given.predict_from, model, way)
+            if profile is not None and isinstance(way, Fodit):
+                row["predicted_layer_ms"] = _predicted_layer_ms(profile, model, way)
         elif reason is None:
             found, reason = _attempt(setting, way, model, floors, comparison)
             row |= found
@@ -232,10 +235,10 @@ def _layer(model: Model, ulysses: int, cfg: int) -> tuple[list[Operation], int]:
     return layer_work(model.plain.transformer, batch, model.video_tokens, model.text_tokens, ulysses), calls
 
 
-def _predicted_layer_ms(profile: str, model: Model, way: Fodit) -> float:
+def _predicted_layer_ms(profile: Profile, model: Model, way: Fodit) -> float:
     """Of all its calls in a step."""
     work, calls = _layer(model, way.ulysses, way.cfg)
-    return calls * layer_ms(known_profile(profile), work, model.heads, way.ulysses)
+    return calls * layer_ms(profile, work, model.heads, way.ulysses)
 
 
 def _exact(setting: Setting, model: Model) -> torch.Tensor:

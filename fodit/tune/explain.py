@@ -1,14 +1,13 @@
 """Says in words how an operation would be run, and why."""
 
 from math import ceil, inf
-from pathlib import Path
 
 import torch
 
 from fodit.tune.choice import Choice
-from fodit.tune.planner import Planner, name_of
+from fodit.tune.planner import Planner, name_of, planner_named
 from fodit.tune.predict import ITEMSIZE, SMALLEST, bound_ms, collective_ms, context, product_ms, sender, times_sent
-from fodit.tune.profile import CUBLAS, OPERATIONS, Profile, shipped
+from fodit.tune.profile import CUBLAS, OPERATIONS, Profile
 from fodit.tune.reason import reason
 from fodit.tune.search import Shape
 from fodit.tune.store import folder
@@ -70,16 +69,12 @@ def _planner(profile: Profile | str | None) -> Planner:
         stored = sorted(folder().glob("*.profile.json"), key=lambda path: path.stat().st_mtime)
         if stored:
             return Planner(Profile.load(stored[-1]))
-        example = shipped()[EXAMPLE]
-        link = example.machine.link.split(", ")[0]  # the rest are variables
-        note = f"nothing is measured here: this is for {example.machine.ranks} x {example.machine.gpus[0]}, {link}"
-        return Planner(example, f"predicted from the shipped profile {EXAMPLE}", notes=[note])
-    known = shipped()
-    if profile in known:
-        return Planner(known[profile], f"predicted from the shipped profile {profile}")
-    if not Path(profile).is_file():
-        raise ValueError(f"no profile {profile!r}: neither a file, nor one of {', '.join(known)}")
-    return Planner(Profile.load(Path(profile)))
+        planner = planner_named(EXAMPLE)
+        machine = planner.profile.machine
+        link = machine.link.split(", ")[0]  # the rest are variables
+        planner.notes = (f"nothing is measured here: this is for {machine.ranks} x {machine.gpus[0]}, {link}",)
+        return planner
+    return planner_named(profile)
 
 
 def _bound(known: Profile, shape: Shape, choice: Choice) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import gcd
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -164,6 +165,20 @@ def predicted_groups(
     first = min(as_good, key=lambda pair: (len(pair[1]), pair)) if least <= alone[0] * (1 - UNSURE) else alone
     ranked = [first, *(pair for pair in sorted(found) if pair != first)]
     return [HeadGroups(attention, shares, ms, None, alone[0], source) for ms, shares in ranked]
+
+
+def planner_named(name: str) -> Planner:
+    """Of a shipped profile by its name, or of the profile in a file.
+
+    Raises:
+        ValueError: there is neither, or the file is not a profile.
+    """
+    known = shipped()
+    if name in known:
+        return Planner(known[name], f"predicted from the shipped profile {name}")
+    if not Path(name).is_file():
+        raise ValueError(f"no profile {name!r}: neither a file, nor one of {', '.join(known)}")
+    return Planner(Profile.load(Path(name)))
 
 
 def planner_for(

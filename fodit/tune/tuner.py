@@ -105,10 +105,8 @@ class Tuner:
 
     def _product(self, shape: Shape, shares: tuple[int, ...]) -> Choice:
         """Kernel and free SMs with which the q, k and v product of these head groups is fastest."""
-        operation, plan = (
-            Operation(shape, self.comm),
-            shape.layout(shares, self.comm.rank).column_plan(shape.projections),
-        )
+        operation, plan = Operation(shape, self.comm), self.plan(shape, shares)
+        assert isinstance(plan, Plan), "of an all-to-all"
         tried = products(self.profile, plan, shape.k, self.kernels, TRIED)
         tried = [replace(one, slabs=shares) for one in tried]
         choice = self._choice(operation, tried, [self.way(operation, plan, one) for one in tried])
