@@ -20,7 +20,7 @@ from fodit.tune.works import COLUMNS, Operands
 MB = 1 << 20
 SIZES = (MB, 8 * MB, 64 * MB)
 PRODUCT_K, PRODUCT_ROWS = 2048, 64
-REPEATS, WARM_UP = 7, 2  # as many as a profile's measurements take: one disturbed exchange must not decide
+REPEATS, WARM_UP = 15, 2  # over about a second: a link disturbed for half of that must not decide
 FILL = 2048  # elements of a tile that its prologue and epilogue cost
 
 
@@ -49,11 +49,12 @@ def probe(
         part = size // dtype.itemsize
         return lambda: collective(comm, op, received[:part], sent[:part]).wait()
 
-    factors = {}
-    for op in OPERATIONS:
-        taken = clock.compare([work(op, size) for size in SIZES], REPEATS, WARM_UP)
-        points = zip(SIZES, taken, strict=True)
-        factors[op] = Curve(tuple((float(size), ms / known.alone[op](size)) for size, ms in points))
+    pairs = [(op, size) for op in OPERATIONS for size in SIZES]
+    taken = clock.compare([work(op, size) for op, size in pairs], REPEATS, WARM_UP)
+    points: dict[str, list[tuple[float, float]]] = {op: [] for op in OPERATIONS}
+    for (op, size), ms in zip(pairs, taken, strict=True):
+        points[op].append((float(size), ms / known.alone[op](size)))
+    factors = {op: Curve(tuple(one)) for op, one in points.items()}
     product = _product_factor(known, machine, comm, clock, kernels, dtype)
     when = datetime.now(timezone.utc).isoformat(timespec="seconds")
     how = f"{when}, probed ({_described(factors, product)}); before that {known.taken}"
