@@ -140,9 +140,24 @@ def test_several_parts_hide_behind_each_other():
     ops = ("all_reduce", "reduce_scatter", "all_to_all", "all_gather")
     fast = tiny_profile(alone=dict.fromkeys(ops, line))
     layout = UlyssesLayout(0, 2, 1280, 1, 4, 128, (1, 1))
-    one, two = (segment_ms(fast, layout, 512, "ampere_128x128x32", 2, parts) for parts in (1, 2))
-    mlp = product_ms(fast, 640, 2048, 512) + product_ms(fast, 640, 512, 2048)
-    assert two == pytest.approx(2 * one + 2 * mlp, rel=0.02)
+    two, three = (segment_ms(fast, layout, 512, "ampere_128x128x32", 2, parts) for parts in (2, 3))
+    assert three == pytest.approx(1.5 * two, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_out_projection_of_own_heads_hides_the_way_back(ranks):
+    """It does up to its own length; what is longer shows. The way there hides behind the first product."""
+    layout = UlyssesLayout(1, ranks, 12800, 1, 4, 128)
+    own = product_ms(tiny_profile(), 12800 // ranks, 512, 512 // ranks)
+
+    def ms(exchange: float) -> float:
+        """Of a segment with one head group, each of whose two exchanges takes so long whatever it carries."""
+        flat = Curve(((1.0, exchange), (1e9, exchange)))
+        profile = tiny_profile(alone=tiny_profile().alone | {"all_to_all": flat})
+        return segment_ms(profile, layout, 512, "ampere_128x128x32", 2)
+
+    assert ms(own) == pytest.approx(ms(own / 10), rel=0.02)
+    assert ms(1.3 * own) - ms(own) >= 0.29 * own
 
 
 def test_curve():

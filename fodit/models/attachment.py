@@ -11,8 +11,8 @@ from fodit.kernels import rows
 from fodit.models import cogvideox, wan
 from fodit.models.family import ModelFamily
 from fodit.models.guidance import SplitBatch, SplitPasses
+from fodit.models.modules import HOOK, class_name, is_plain_linear
 from fodit.models.sequence import HeadGroups, ShardedSequence
-from fodit.models.ulysses import HOOK, class_name, is_plain_linear
 from fodit.parallel import ProcessGroups
 
 FAMILIES = {family.transformer: family for family in (cogvideox.FAMILY, wan.FAMILY)}
@@ -122,6 +122,7 @@ class Attachment:
                 "the same; use cfg=1"
             )
         modules = [(f"to_{name}", getattr(a, f"to_{name}")) for a in self.attentions for name in "qkv"]
+        modules += [("to_out", a.to_out[0]) for a in self.attentions]
         other = sorted({f"{n} is a {class_name(m)}" for n, m in modules if not is_plain_linear(m)})
         if other and self.groups.ulysses.size > 1:
             found.append(f"projection not overlapped with its exchange: {', '.join(other)}")

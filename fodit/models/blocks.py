@@ -19,8 +19,9 @@ from torch import nn
 
 from fodit.kernels import rows
 from fodit.kernels.modulation import Modulation
+from fodit.models.modules import class_name, is_plain_linear, is_watched
 from fodit.models.sequence import ShardedSequence
-from fodit.models.ulysses import class_name, is_plain_linear, is_watched, joined
+from fodit.models.ulysses import joined
 
 Later = list[Callable[[], tuple[torch.Tensor, torch.Tensor]]]  # video and text of further items of the batch
 

@@ -13,8 +13,9 @@ from fodit.kernels import rows
 from fodit.kernels.modulation import Rotary
 from fodit.models.blocks import FusedBlock, FusedCogVideoXBlock, Later, Tail
 from fodit.models.family import ModelFamily
+from fodit.models.modules import with_weights
 from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments, refuse_training
-from fodit.models.ulysses import attend, joined, with_weights
+from fodit.models.ulysses import attend, joined
 
 
 class CogVideoXUlyssesProcessor:

@@ -1,30 +1,26 @@
 """Self-attention over a sharded sequence: heads are exchanged in groups, and attended as they arrive.
 
-    compute   [ qkv 0 | qkv 1 | ... ][ attention 0 ][ attention 1 ] ...      [ out projection ]
+    compute   [ qkv 0 | qkv 1 | ... ][ attention 0 ][ attention 1 ] ...      [ out, own heads ][ out, others' heads ]
     comm              [ qkv 0 ][ qkv 1 ] ...        [ output 0 ]   [ output 1 ]
 
 All ranks start their collectives in the same order: q, k, v of every group, then the output of every group.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from torch import nn
 
+from fodit.models.modules import is_plain_linear
+from fodit.models.returns import Return, copy_rows, project
 from fodit.models.sequence import ShardedSequence
-from fodit.ops import Arrivals, Communicator, Pending, all_to_all_products, gemm_all_to_all
+from fodit.ops import Arrivals, Communicator, all_to_all_products, gemm_all_to_all
 from fodit.plan import UlyssesLayout
 
-HOOK = "fodit"  # prefix of the hooks' names in diffusers' registry
 # Normalises and rotates q and k [token, batch, head, dim] of the given range of heads; may overwrite them.
 Prepare = Callable[[torch.Tensor, torch.Tensor, tuple[int, int]], tuple[torch.Tensor, torch.Tensor]]
-# Of each head group: its exchange, what was attended here, and where the other ranks' part arrives.
-Returns = list[tuple[Pending, torch.Tensor, torch.Tensor]]
 
 
 def attend(
@@ -83,8 +79,8 @@ def _attend_shared(
     returns = [attend_groups(one, prepare, layout, calls, sequence.comm, backend) for one in arrivals]
 
     @torch.compiler.disable
-    def output(returned: Returns) -> torch.Tensor:
-        projected = attn.to_out[1](attn.to_out[0](collect(returned, layout).flatten(0, 1)))
+    def output(returned: Sequence[Return]) -> torch.Tensor:
+        projected = attn.to_out[1](project(attn.to_out[0], returned, layout, sequence.comm, parts == 1))
         return projected.view(layout.local_tokens, layout.batch, -1).transpose(0, 1)
 
     return [partial(output, one) for one in returns]
@@ -137,13 +133,13 @@ def attend_groups(
     calls: Sequence[tuple[int, ...]],
     comm: Communicator,
     backend: Any,
-) -> Returns:
+) -> list[Return]:
     """Attention of this rank's heads, group after group, on its way back to the ranks that hold the tokens.
 
     `calls` are the heads of each call of attention in each group: some kernels let no collective in before they end.
     """
     dim = layout.head_dim
-    returns: Returns = []
+    returns = []
     for group in range(layout.groups):
         heads = layout.head_ranges[layout.rank][group]
         raw = arrivals.wait(group).view(layout.tokens, layout.batch, 3, heads[1] - heads[0], dim)
@@ -151,7 +147,7 @@ def attend_groups(
         attended = _attended(query, key, raw[:, :, 2], calls[group], backend)
         send, recv = layout.return_sizes(group)
         received = comm.empty(sum(recv), attended)
-        returns.append((comm.all_to_all(received, attended.flatten(), recv, send), attended, received))
+        returns.append(Return(comm.all_to_all(received, attended.flatten(), recv, send), attended, received))
     return returns
 
 
@@ -163,99 +159,8 @@ def _attended(
         return _attention(query, key, value, backend).transpose(0, 1).contiguous()  # a copy only in another layout
     result = query.new_empty(query.shape)
     for part, q, k, v in zip(*(one.split(calls, dim=2) for one in (result, query, key, value)), strict=True):
-        _copy(part, _attention(q, k, v, backend).transpose(0, 1))
+        copy_rows(part, _attention(q, k, v, backend).transpose(0, 1))
     return result
-
-
-def collect(returns: Returns, layout: UlyssesLayout) -> torch.Tensor:
-    """What came back of every group, and what this rank attended for itself: [local tokens, batch, heads * dim]."""
-    dim, mine = layout.head_dim, slice(*layout.token_ranges[layout.rank])
-    result = returns[0][1].new_empty(layout.local_tokens, layout.batch, layout.heads * dim)
-
-    def place(part: torch.Tensor, rank: int, group: int) -> None:
-        first, last = layout.head_ranges[rank][group]
-        columns = result[:, :, first * dim : last * dim]
-        _copy(columns, part.view(columns.shape))
-
-    for group, (_, attended, _) in enumerate(returns):  # while the rest is on its way
-        place(attended[mine], layout.rank, group)
-    for group, (pending, _, received) in enumerate(returns):
-        pending.wait()
-        _, sizes = layout.return_sizes(group)
-        for rank, part in enumerate(received.split(sizes)):
-            if rank != layout.rank:
-                place(part, rank, group)
-    return result
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy rows in words of 8 bytes where they fit: torch copies strided rows an element at a time."""
-    if source.shape[-1] * source.element_size() % 8 == 0:
-        target, source = target.view(torch.int64), source.view(torch.int64)
-    target.copy_(source)
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether the module computes `x @ weight.T + bias` with the weight as it lies there, and nothing else.
-
-    Not so with adapters and quantised weights, nor where a hook brings the weight or watches the call (offloading).
-    """
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_watched(module)
-
-
-def class_name(module: nn.Module) -> str:
-    """With its package, since adapters name their classes like what they adapt: peft has a Linear of its own."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether hooks of torch, diffusers or accelerate act when the module is called; fodit's own do not count."""
-    registry = getattr(module, "_diffusers_hook", None)
-    hooked = registry is not None and any(not name.startswith(HOOK) for name in registry.hooks)
-    return hooked or hasattr(module, "_hf_hook") or bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def with_weights(function: Prepare, *modules: nn.Module | None) -> Prepare:
-    """`function`, with the modules' weights in place where offloading keeps them elsewhere between calls.
-
-    accelerate's sequential and diffusers' group offloading bring a module's weights when the module is called; these
-    are used without a call.
-    """
-    offloaded = [module for module in modules if module is not None and _is_offloaded(module)]
-    if not offloaded:
-        return function
-
-    def with_them(query: torch.Tensor, key: torch.Tensor, heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        with ExitStack() as stack:
-            for module in offloaded:
-                stack.enter_context(_weights_of(module))
-            return function(query, key, heads)
-
-    return with_them
-
-
-def _is_offloaded(module: nn.Module) -> bool:
-    return hasattr(module, "_hf_hook") or _group_offloading(module) is not None
-
-
-def _group_offloading(module: nn.Module) -> Any:
-    """diffusers' hook, or None."""
-    registry = getattr(module, "_diffusers_hook", None)
-    return None if registry is None else registry.get_hook("group_offloading")
-
-
-@contextmanager
-def _weights_of(module: nn.Module) -> Iterator[None]:
-    group = _group_offloading(module)
-    if group is None:
-        with align_module_device(module):
-            yield
-        return
-    group.pre_forward(module)
-    try:
-        yield
-    finally:
-        group.post_forward(module, None)
 
 
 def joined(text: torch.Tensor, video: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,9 @@ from torch import nn
 from fodit.kernels import rows
 from fodit.models.blocks import FusedWanBlock
 from fodit.models.family import ModelFamily
+from fodit.models.modules import with_weights
 from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments, refuse_training
-from fodit.models.ulysses import attend, with_weights
+from fodit.models.ulysses import attend
 from fodit.ops import GatheredRows
 
 

@@ -79,6 +79,11 @@ class UlyssesLayout:
         start, stop = self.token_ranges[self.rank]
         return stop - start
 
+    def rank_heads(self, rank: int) -> tuple[int, int]:
+        """All heads of a rank."""
+        groups = self.head_ranges[rank]
+        return groups[0][0], groups[-1][1]
+
     def group_heads(self, rank: int, group: int) -> int:
         start, stop = self.head_ranges[rank][group]
         return stop - start

@@ -5,12 +5,14 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fodit.agreement import everyone
 from fodit.kernels import gemm
 from fodit.kernels.binding import Kernel
 from fodit.kernels.selftest import failure
-from fodit.models.ulysses import attend_groups, collect
+from fodit.models.returns import project
+from fodit.models.ulysses import attend_groups
 from fodit.ops.communicator import Communicator, Pending, all_gather_single
 from fodit.ops.executor import CudaExecutor, Executor, TorchExecutor, linear_segments
 from fodit.ops.gemm import Arrivals
@@ -159,7 +161,8 @@ class Segment(Operation):
     def __init__(self, shape: Shape, comm: Communicator, parts: int = 1) -> None:
         super().__init__(shape, comm)
         self.parts = parts
-        self.out_weight = self.weights[0]
+        self.out = nn.Linear(shape.k, len(self.weights[0]), bias=False, device="meta")
+        self.out.weight = nn.Parameter(self.weights[0], requires_grad=False)
         sizes = ((MLP_RATIO * shape.k, shape.k), (shape.k, MLP_RATIO * shape.k))
         self._mlp_weights = [self.a.new_empty(size).normal_(std=WEIGHT_STD) for size in sizes]
 
@@ -176,7 +179,7 @@ class Segment(Operation):
         returns = [attend_groups(one, _copied, layout, calls, comm, None) for one in arrivals]
         outputs = []
         for part, one in enumerate(returns):
-            outputs.append(torch.mm(collect(one, layout).flatten(0, 1), self.out_weight.t()))
+            outputs.append(project(self.out, one, layout, comm, self.parts == 1))
             if part + 1 < self.parts:
                 self._mlp(outputs[-1])
         return torch.cat(outputs)

@@ -283,12 +283,12 @@ def segment_ms(profile: Profile, layout: UlyssesLayout, width: int, kernel: str,
 
     The batch goes in `parts` of the layout's size: first the products of all, then the attentions of all, then their
     out projections. With several parts each one's MLP counts, too: the one of the first part hides the exchange of the
-    next, and the last one's is put off until the next layer has its first product under way. q and k are read and
-    written once more when they arrive (normalised and rotated), the result once when it returns.
+    next, and the last one's is put off until the next layer has its first product under way. A single part has none of
+    that: its out projection hides the way back. q and k are read and written once more when they arrive (normalised
+    and rotated).
     """
     tasks: list[Task] = []
-    arrivals, returns = [], []
-    local, dim = layout.batch * layout.local_tokens, layout.head_dim
+    arrivals, returns, local = [], [], layout.batch * layout.local_tokens
     mlp = product_ms(profile, local, MLP_RATIO * width, width) + product_ms(profile, local, width, MLP_RATIO * width)
     for part in range(parts):
         arrivals.append(_add_products(tasks, profile, layout, width, kernel, free))
@@ -297,10 +297,7 @@ def segment_ms(profile: Profile, layout: UlyssesLayout, width: int, kernel: str,
     for arrived in arrivals:
         returns.append(_add_attentions(tasks, profile, layout, arrived, context(kernel, free)))
     for part, returned in enumerate(returns):
-        for group, before in enumerate(returned):
-            heads = sum(layout.group_heads(rank, group) for rank in range(layout.ranks))
-            tasks.append(Task(COMPUTE, COPY, copy_ms(profile, local * heads * dim * ITEMSIZE), (before,)))
-        tasks.append(Task(COMPUTE, CUBLAS, product_ms(profile, local, width, layout.heads * dim)))
+        _add_out(tasks, profile, layout, width, returned, parts == 1)
         if part + 1 < parts:
             tasks.append(Task(COMPUTE, CUBLAS, mlp))
     return max(end for _, end in simulate(tasks))
@@ -348,3 +345,33 @@ def bound_ms(
     before_last = product if op == "all_reduce" else exchanged
     last = collective_ms(profile, carrier, size // parts)
     return max(product, before_last + last, exchanged / parts + communication_ms(profile, op, size))
+
+
+def _add_out(
+    tasks: list[Task], profile: Profile, layout: UlyssesLayout, width: int, returned: list[int], in_parts: bool
+) -> None:
+    """The out projection as `fodit.models.returns` has it."""
+    local, dim = layout.batch * layout.local_tokens, layout.head_dim
+    first, last = layout.rank_heads(layout.rank)
+
+    def copy(heads: int, *after: int) -> None:
+        tasks.append(Task(COMPUTE, COPY, copy_ms(profile, local * heads * dim * ITEMSIZE), after))
+
+    def out(heads: int, *after: int, added: bool = False) -> None:
+        again = copy_ms(profile, local * width * ITEMSIZE) if added else 0.0  # the sum so far is read and written
+        tasks.append(Task(COMPUTE, CUBLAS, product_ms(profile, local, width, heads * dim) + again, after))
+
+    as_they_lie = in_parts and layout.groups == 1 and layout.ranks == 2
+    if not as_they_lie:
+        copy(last - first)
+    if in_parts:
+        out(last - first)
+    if not as_they_lie:
+        for group, before in enumerate(returned):
+            copy(sum(layout.group_heads(rank, group) for rank in range(layout.ranks) if rank != layout.rank), before)
+    if not in_parts:
+        out(layout.heads)
+        return
+    for heads in (first, layout.heads - last):
+        if heads:
+            out(heads, *returned, added=True)

@@ -1,0 +1,75 @@
+"""Modules whose parameters are used without calling them: which ones allow that, and where their weights are."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ParamSpec, TypeGuard, TypeVar
+
+from accelerate.utils import align_module_device
+from torch import nn
+
+P = ParamSpec("P")
+T = TypeVar("T")
+HOOK = "fodit"  # prefix of the hooks' names in diffusers' registry
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether the module computes `x @ weight.T + bias` with the weight as it lies there, and nothing else.
+
+    Not so with adapters and quantised weights, nor where a hook brings the weight or watches the call (offloading).
+    """
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_watched(module)
+
+
+def class_name(module: nn.Module) -> str:
+    """With its package, since adapters name their classes like what they adapt: peft has a Linear of its own."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks of torch, diffusers or accelerate act when the module is called; fodit's own do not count."""
+    registry = getattr(module, "_diffusers_hook", None)
+    hooked = registry is not None and any(not name.startswith(HOOK) for name in registry.hooks)
+    return hooked or hasattr(module, "_hf_hook") or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def with_weights(function: Callable[P, T], *modules: nn.Module | None) -> Callable[P, T]:
+    """`function`, with the modules' weights in place where offloading keeps them elsewhere between calls.
+
+    accelerate's sequential and diffusers' group offloading bring a module's weights when the module is called; these
+    are used without a call.
+    """
+    offloaded = [module for module in modules if module is not None and _is_offloaded(module)]
+    if not offloaded:
+        return function
+
+    def with_them(*args: P.args, **kwargs: P.kwargs) -> T:
+        with ExitStack() as stack:
+            for module in offloaded:
+                stack.enter_context(_weights_of(module))
+            return function(*args, **kwargs)
+
+    return with_them
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    return hasattr(module, "_hf_hook") or _group_offloading(module) is not None
+
+
+def _group_offloading(module: nn.Module) -> Any:
+    """diffusers' hook, or None."""
+    registry = getattr(module, "_diffusers_hook", None)
+    return None if registry is None else registry.get_hook("group_offloading")
+
+
+@contextmanager
+def _weights_of(module: nn.Module) -> Iterator[None]:
+    group = _group_offloading(module)
+    if group is None:
+        with align_module_device(module):
+            yield
+        return
+    group.pre_forward(module)
+    try:
+        yield
+    finally:
+        group.post_forward(module, None)
