@@ -192,7 +192,7 @@ def test_record(pool, tmp_path):
     assert profile.machine.gpus == ("Played", "Played")
     content = json.loads((tmp_path / "validation-nvlink.json").read_text())
     kinds = {row["kind"] for shape in content["shapes"] for row in shape["rows"]}
-    assert kinds == {"chosen", "static", "exhaustive"}
+    assert kinds == {"chosen", "static", "exhaustive", "final"}
 
 
 @contextmanager
