@@ -169,8 +169,8 @@ class Session:
             peak_memory_bytes=self._peak_memory(),
             steps=self.timeline.steps(),
         )
-        notes = [note for attachment in self.attachments.values() for note in attachment.notes]
-        notes += sorted(self.groups.cfg.fallbacks | self.groups.ulysses.fallbacks)
+        # Of two transformers each once: the ranks' groups are the same.
+        notes = list(dict.fromkeys(note for attachment in self.attachments.values() for note in attachment.notes))
         planner = self.groups.ulysses.planner
         notes += [*self.warnings, *self.groups.ulysses.notes, *(planner.notes if planner is not None else ())]
         reports = everyone(self.control, (mine, total_s, notes))

@@ -11,7 +11,7 @@ from fodit.kernels import rows
 from fodit.models import cogvideox, wan
 from fodit.models.family import ModelFamily
 from fodit.models.guidance import SplitBatch, SplitPasses
-from fodit.models.modules import HOOK, class_name, is_plain_linear
+from fodit.models.modules import HOOK
 from fodit.models.sequence import HeadGroups, ShardedSequence
 from fodit.parallel import ProcessGroups
 
@@ -121,11 +121,7 @@ class Attachment:
                 f"cfg=2, but guidance made one pass in {self._passes.idle} calls: both halves of the ranks computed "
                 "the same; use cfg=1"
             )
-        modules = [(f"to_{name}", getattr(a, f"to_{name}")) for a in self.attentions for name in "qkv"]
-        modules += [("to_out", a.to_out[0]) for a in self.attentions]
-        other = sorted({f"{n} is a {class_name(m)}" for n, m in modules if not is_plain_linear(m)})
-        if other and self.groups.ulysses.size > 1:
-            found.append(f"projection not overlapped with its exchange: {', '.join(other)}")
+        found += sorted(self.groups.cfg.fallbacks | self.groups.ulysses.fallbacks)
         found += sorted({reason for _, hook in self._fused for reason in hook.reasons})
         if self.groups.device.type == "cuda" and (reason := rows.why_eager(self.groups.device)) is not None:
             found.append(f"row operations run in eager torch: {reason}")

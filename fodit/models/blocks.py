@@ -19,7 +19,7 @@ from torch import nn
 
 from fodit.kernels import rows
 from fodit.kernels.modulation import Modulation
-from fodit.models.modules import class_name, is_plain_linear, is_watched
+from fodit.models.modules import is_watched, why_called
 from fodit.models.sequence import ShardedSequence
 from fodit.models.ulysses import joined
 
@@ -64,11 +64,8 @@ class FusedBlock(ModelHook):
         if type(first) is not GELU or first.approximate != "tanh" or is_watched(first):
             self.reasons.add(f"GELU not fused: the activation is {type(first).__name__} or has hooks")
             x = first(x)
-        elif torch.is_autocast_enabled(x.device.type):
-            self.reasons.add("GELU not fused: torch.autocast is on")
-            x = first(x)
-        elif not is_plain_linear(first.proj):
-            self.reasons.add(f"GELU not fused: its projection is a {class_name(first.proj)} or has hooks")
+        elif (reason := why_called({"its projection": first.proj}, x.device.type)) is not None:
+            self.reasons.add(f"GELU not fused: {reason}")
             x = first(x)
         else:
             x = rows.linear_gelu(x, first.proj.weight, first.proj.bias)

@@ -1,9 +1,10 @@
 """Modules whose parameters are used without calling them: which ones allow that, and where their weights are."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from accelerate.utils import align_module_device
 from torch import nn
 
@@ -12,12 +13,25 @@ T = TypeVar("T")
 HOOK = "fodit"  # prefix of the hooks' names in diffusers' registry
 
 
-def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+def is_plain_linear(module: nn.Module) -> bool:
     """Whether the module computes `x @ weight.T + bias` with the weight as it lies there, and nothing else.
 
     Not so with adapters and quantised weights, nor where a hook brings the weight or watches the call (offloading).
     """
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_watched(module)
+
+
+def why_called(modules: Mapping[str, nn.Module], device: str) -> str | None:
+    """Why Linears of these names must be called, and not computed from their weights; None if they need not.
+
+    Args:
+        device: the type of their input's device.
+    """
+    if torch.is_autocast_enabled(device):
+        return "torch.autocast is on"
+    others = {name: module for name, module in modules.items() if not is_plain_linear(module)}
+    hooks = {True: " with hooks", False: ""}
+    return ", ".join(f"{name} is a {class_name(one)}{hooks[is_watched(one)]}" for name, one in others.items()) or None
 
 
 def class_name(module: nn.Module) -> str:

@@ -9,12 +9,12 @@ nothing that is still on its way, so where there is nothing else to compute it h
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from fodit.models.modules import is_plain_linear
+from fodit.models.modules import why_called
 from fodit.ops import Communicator, Pending
 from fodit.plan import UlyssesLayout
 
@@ -38,19 +38,20 @@ class Return:
 
 
 def project(
-    projection: nn.Module, returns: Sequence[Return], layout: UlyssesLayout, comm: Communicator, in_parts: bool
+    projection: Any, returns: Sequence[Return], layout: UlyssesLayout, comm: Communicator, in_parts: bool
 ) -> torch.Tensor:
     """`projection(output)` of the attention output of all ranks' heads, [local tokens * batch, N].
 
     Args:
-        projection: one that is not a plain Linear is called when all has arrived.
+        projection: a Linear, or another module, which is called when all has arrived.
         comm: is told if the projection cannot hide the exchange.
         in_parts: this rank's heads first. Costs a few percent of the product; the sum over these heads is rounded to
             the output's type before the others' are added.
     """
-    if in_parts and torch.is_autocast_enabled(returns[0].attended.device.type):
-        comm.fallbacks.add("projection not overlapped with its exchange: torch.autocast is on")
-    elif in_parts and is_plain_linear(projection):
+    reason = why_called({"to_out": projection}, returns[0].attended.device.type) if in_parts else None
+    if reason is not None:
+        comm.fallbacks.add(f"projection not overlapped with its exchange: {reason}")
+    elif in_parts:
         parts, weight = _parts(returns, layout), projection.weight
         first, last, own = next(parts)
         result = F.linear(own, weight[:, first:last], projection.bias)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-from fodit.models.modules import is_plain_linear
+from fodit.models.modules import why_called
 from fodit.models.returns import Return, copy_rows, project
 from fodit.models.sequence import ShardedSequence
 from fodit.ops import Arrivals, Communicator, all_to_all_products, gemm_all_to_all
@@ -117,12 +117,12 @@ def _project(
     Projections that are not plain Linears (LoRA adapters, quantised weights) run as modules, and only their results
     are exchanged: nothing of the product is hidden behind it.
     """
-    projections, plan = [attn.to_q, attn.to_k, attn.to_v], layout.projection_plan
-    if torch.is_autocast_enabled(rows.device.type):
-        sequence.comm.fallbacks.add("projection not overlapped with its exchange: torch.autocast is on")
-    elif all(is_plain_linear(one) for one in projections):
+    named, plan = {name: getattr(attn, name) for name in ("to_q", "to_k", "to_v")}, layout.projection_plan
+    projections, reason = named.values(), why_called(named, rows.device.type)
+    if reason is None:
         weights, biases = [one.weight for one in projections], [one.bias for one in projections]
         return gemm_all_to_all(rows, weights, biases, comm=sequence.comm, plan=plan, between=between)
+    sequence.comm.fallbacks.add(f"projection not overlapped with its exchange: {reason}")
     return all_to_all_products([one(rows) for one in projections], comm=sequence.comm, plan=plan, between=between)
 
 
