@@ -45,3 +45,16 @@ def predictions(profile, shape, found, kinds):
         for plan, row in zip(plans, rows, strict=True)
     ]
     return list(zip(predicted, (row["measured_ms"] for row in rows), strict=True))
+
+
+def regret(profile, shape, found):
+    """The measured time of the plan that is predicted best over the least measured one, less 1; None where only a few
+    plans were measured. By the longer measurements of the fastest plans, if it is one of them."""
+    tried = predictions(profile, shape, found, ("exhaustive",))
+    if not tried:
+        return None
+    best, _ = min(tried)
+    again = predictions(profile, shape, found, ("final",))
+    if any(predicted == best for predicted, _ in again):
+        tried = again
+    return min(tried)[1] / min(measured for _, measured in tried) - 1

@@ -10,6 +10,7 @@ the table and the file have the reason in its place.
 import argparse
 import gc
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from statistics import median
 from typing import Any
@@ -116,7 +117,8 @@ def _run_model(setting: Setting, given: argparse.Namespace) -> None:
     profile = None if given.predict_from is None else planner_named(given.predict_from).profile
     call = model.call
     comparison = Comparison(_exact(setting, model) if given.numerics else None)
-    floors = _floors(setting, model)
+    ways = chosen_ways(given.ways, setting.ranks, model.wan, given.numerics)
+    floors = _floors(setting, model, ways)
     setting.say(f"{given.model}, {call['height']} x {call['width']} x {call['num_frames']}, {setting.profile}")
     setting.say(f"{'':40}" + "".join(f"{title:>{width}}" for title, width, _ in COLUMNS.values()))
     rows: list[dict[str, Any]] = []
@@ -124,7 +126,7 @@ def _run_model(setting: Setting, given: argparse.Namespace) -> None:
     measured |= {"predict_from": given.predict_from, "call": _plain_values(call), "rows": rows}
     if given.numerics:
         measured["numerics_bar"] = BAR
-    for way in chosen_ways(given.ways, setting.ranks, model.wan, given.numerics):
+    for way in ways:
         row: dict[str, Any] = {"way": way.name}
         reason = way.unfit(setting.ranks, model)
         if reason is None and way.required:
@@ -219,10 +221,10 @@ def _head_groups(given: argparse.Namespace) -> HeadGroups:
     return shares if len(shares) > 1 else shares[0]
 
 
-def _floors(setting: Setting, model: Model) -> dict[int, Floor]:
-    """Seconds a step at each Ulysses degree, both passes of guidance on one rank."""
+def _floors(setting: Setting, model: Model, ways: Sequence[Way]) -> dict[int, Floor]:
+    """Seconds a step at each Ulysses degree of these ways, both passes of guidance on one rank."""
     found = {}
-    for ulysses in {1, max(setting.ranks // 2, 1), setting.ranks}:
+    for ulysses in sorted({way.ulysses for way in ways}):
         work, calls = _layer(model, ulysses, 1)
         found[ulysses] = layer_floor(setting, work, DTYPE) * (model.layers * calls / 1e3)
     return found

@@ -30,7 +30,7 @@ BESIDE_SIZES = (MB, 8 * MB, 32 * MB, 128 * MB)
 FREE_SMS = (0, 2, 4, 8, 12, 16, 20)
 MOST_FREE = 1 / 6  # of the SMs
 CASES = ((8, 1536), (24, 1536), (8, 6144), (24, 6144))  # (waves, K) of measured products
-LONG_K, LONG_COLUMNS, LONG_MS = 6144, 24, 4.0  # of products beside which collectives are measured
+LONG_K, LONG_COLUMNS, LONG_MS = 6144, 24, 6.0  # of products beside which collectives are measured
 ROUNDS = 4
 SILENT = ("NCCL_DEBUG", "NCCL_VERSION")  # variables that change nothing; container images set the second one
 HOST_CALLS = 32
@@ -274,4 +274,6 @@ class _Measuring:
         inside = [one for one in ends if one <= length]
         if not inside:  # held up until the work had ended, or nearly
             return length, ends[0] - first, max(length - first, 1e-3)
-        return length, (inside[-1] - first) / len(inside), min(ends[-1], length) - first
+        # From end to end: in the first one's time is what no later one waits for, and how far the ranks are apart.
+        each = (inside[-1] - inside[0]) / (len(inside) - 1) if len(inside) > 1 else inside[0] - first
+        return length, each, min(ends[-1], length) - first
