@@ -362,8 +362,90 @@ def test_refusals_on_ranks(pool):
         assert "only runs inference" in training
 
 
-def test_training_on_one_process_is_refused_too():
-    transformer = wan()
+@pytest.mark.parametrize("trained", ["blocks.1.ffn.net.2.weight", "blocks.0.attn1.to_q.weight", None])
+def test_training_on_one_process_is_refused_too(trained):
+    """Also where the base is frozen, or only an input wants a gradient."""
+    transformer = wan().requires_grad_(False)
+    given = inputs(transformer)
+    if trained is None:
+        given["hidden_states"].requires_grad_()
+    else:
+        transformer.get_parameter(trained).requires_grad_()
     attach(transformer, groups())
     with pytest.raises(RuntimeError, match="only runs inference"):
+        transformer(**given)
+
+
+@pytest.mark.parametrize("make", [wan, cogvideox])
+def test_detach_leaves_nothing(make):
+    transformer = make()
+    before = {name: set(vars(module)) for name, module in transformer.named_modules()}
+    attach(transformer, groups()).detach()
+    assert {name: set(vars(module)) for name, module in transformer.named_modules()} == before
+
+
+def double(module):
+    """As adapters do that put a forward of their own in place of a module's."""
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: 2 * forward(*args, **kwargs)
+
+
+REPLACED = {
+    wan: ["attn1.to_q", "attn1.to_out.0", "ffn.net.0.proj", "norm1"],
+    cogvideox: ["attn1.to_q", "attn1.to_out.0", "ff.net.0.proj", "norm1.norm"],
+}
+
+
+def with_other_forwards(make, name):
+    transformer = make()
+    for block in getattr(transformer, "blocks", None) or transformer.transformer_blocks:
+        double(block.get_submodule(name))
+    given = inputs(transformer)
+    with torch.no_grad():
+        wanted = transformer(**given).sample
+        attached = attach(transformer, groups(cfg=1))
+        return float((transformer(**given).sample - wanted).norm() / wanted.norm()), attached.notes
+
+
+@pytest.mark.parametrize(("make", "name"), [(make, name) for make, names in REPLACED.items() for name in names])
+def test_other_forwards_count(pool, make, name):
+    for error, notes in pool.run(2, with_other_forwards, make, name):
+        assert error < 1e-5
+        assert name == "attn1.to_out.0" or any("forward" in one or "hooks" in one for one in notes)
+
+
+def hook_it(attention):
+    attention.norm_k.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def drop_it(attention):
+    attention.norm_k = nn.Identity()
+
+
+@pytest.mark.parametrize("change", [hook_it, drop_it, lambda attention: double(attention.norm_k)])
+@pytest.mark.parametrize("make", [wan, cogvideox])
+def test_norms_that_would_be_ignored_are_refused(make, change):
+    transformer = make()
+    blocks = getattr(transformer, "blocks", None) or transformer.transformer_blocks
+    change(blocks[0].attn1)
+    attach(transformer, groups())
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"norm_k is a torch\.nn.*would ignore it"):
         transformer(**inputs(transformer))
+
+
+def with_fewer_blocks():
+    transformer = cogvideox()
+    given = inputs(transformer)
+    with torch.no_grad():
+        attach(transformer, groups(cfg=1))
+        transformer(**given)
+        transformer.transformer_blocks = transformer.transformer_blocks[:1]
+        found = transformer(**given).sample
+        plain = cogvideox()
+        plain.transformer_blocks = plain.transformer_blocks[:1]
+        return float((found - plain(**given).sample).abs().max())
+
+
+def test_blocks_may_be_others_in_the_next_call(pool):
+    """No MLP is put off that no block is left to hide."""
+    assert max(pool.run(2, with_fewer_blocks)) < 1e-5

@@ -1,8 +1,9 @@
 """attach() and detach(): an unmodified diffusers transformer on several ranks, and back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
@@ -37,7 +38,17 @@ class Guard(ModelHook):
                 f"a step cache is enabled on the transformer ({found[0]}): on several ranks each would decide for "
                 "itself what to skip; call transformer.disable_cache() or remove its hooks"
             )
+        refuse_training(module, [*args, *kwargs.values()])
         return args, kwargs
+
+
+def refuse_training(transformer: nn.Module, given: Iterable[Any]) -> None:
+    """Collectives and kernels here have no backward pass; without this check gradients would be silently wrong."""
+    if not torch.is_grad_enabled():
+        return
+    tensors = [one for one in given if isinstance(one, torch.Tensor)]
+    if any(one.requires_grad for one in (*tensors, *transformer.parameters())):
+        raise RuntimeError("an attached transformer only runs inference: call it under torch.no_grad()")
 
 
 def stateful_hooks(module: nn.Module) -> list[str]:
@@ -137,11 +148,23 @@ class Attachment:
         ]
         for module, name in reversed(self._hooks):  # each restores what was there when it came
             HookRegistry.check_if_exists_or_initialize(module).remove_hook(name, recurse=False)
+        for module in dict.fromkeys(module for module, _ in self._hooks):
+            _forget(module)
         for module, outer, ours in others:  # somebody else's, with or without ours inside
             if _inner(module) is ours:
                 module._old_forward = module.forward  # type: ignore[assignment]
             module.forward = outer
         self._hooks, self._forwards = [], []
+
+
+def _forget(module: nn.Module) -> None:
+    """Of a registry without hooks, and of the class's own forward, which removed hooks leave as an attribute."""
+    registry: Any = module._diffusers_hook
+    if registry.hooks:
+        return
+    del module._diffusers_hook
+    if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+        del module.forward
 
 
 def _inner(module: nn.Module) -> Any:
@@ -180,7 +203,7 @@ def attach(
     transformer = unwrap_module(transformer)
     registry = getattr(transformer, "_diffusers_hook", None)
     if registry is not None and any(name.startswith(HOOK) for name in registry.hooks):
-        raise ValueError("this transformer is attached already: call detach() on its attachment first")
+        raise ValueError("this transformer is attached already: call detach() on its attachment or pipeline first")
     return Attachment(transformer, groups, guided, head_groups)
 
 

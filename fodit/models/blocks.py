@@ -121,22 +121,25 @@ class Tail:
         comm           [ output 0 ]  [ output 1 ]  |        [ qkv 0 ]                              [ qkv 1 ]
 
     Args:
-        blocks: of the transformer, in order. Nothing is put off where somebody else's hooks are on them, for these
-            would see what is not finished, nor while torch.compile traces.
+        blocks: gives those of the transformer, in order: they may be others in the next forward. Nothing is put off
+            where somebody else's hooks are on them, for these would see what is not finished, nor while torch.compile
+            traces.
 
     Attributes:
         reasons: why nothing is put off, since the last forward began.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._blocks, self._allowed = blocks, False
+    def __init__(self, blocks: Callable[[], Sequence[nn.Module]]) -> None:
+        self._all, self._allowed = blocks, False
+        self._blocks: Sequence[nn.Module] = ()
         self.reasons: set[str] = set()
         self._work: Callable[[], None] | None = None
 
     def begin(self, block: nn.Module) -> None:
         """A block starts. With the first one forget a forward that was broken off, and look for hooks."""
-        if self._blocks and block is self._blocks[0]:
-            self._work = None
+        blocks = self._all()
+        if blocks and block is blocks[0]:
+            self._work, self._blocks = None, blocks
             watched = any(is_watched(one) for one in self._blocks)
             self.reasons = {"an MLP does not hide the next block's exchange: blocks have hooks"} if watched else set()
             self._allowed = not torch.compiler.is_compiling() and not watched
@@ -167,7 +170,7 @@ class FusedCogVideoXBlock(FusedBlock):
 
     def __init__(self, sequence: ShardedSequence | None = None, tail: Tail | None = None) -> None:
         super().__init__()
-        self._sequence, self._tail = sequence, tail or Tail(())
+        self._sequence, self._tail = sequence, tail or Tail(list)
 
     def new_forward(
         self,

@@ -13,8 +13,8 @@ from fodit.kernels import rows
 from fodit.kernels.modulation import Rotary
 from fodit.models.blocks import FusedBlock, FusedCogVideoXBlock, Later, Tail
 from fodit.models.family import ModelFamily
-from fodit.models.modules import with_weights
-from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments, refuse_training
+from fodit.models.modules import refuse_ignored, with_weights
+from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments
 from fodit.models.ulysses import attend, joined
 
 
@@ -52,6 +52,7 @@ class CogVideoXUlyssesProcessor:
             norms = (attn.norm_q, attn.norm_k)
             return rows.arrive_layer_norm(query, key, norms, image_rotary_emb, self.sequence.text)
 
+        refuse_ignored(torch.nn.LayerNorm, {"norm_q": attn.norm_q, "norm_k": attn.norm_k})
         joint, text = joined(encoder_hidden_states, hidden_states), encoder_hidden_states.shape[1]
         parts = joint.shape[0] if later is not None else 1
 
@@ -78,7 +79,6 @@ class ShardJoint(ModelHook):
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
         given = named_arguments(module, args, kwargs)
         video, text = given["hidden_states"], given["encoder_hidden_states"]
-        refuse_training(video)
         self._sequence.begin(text.shape[1] + video.shape[1], text.shape[1])
         given["hidden_states"] = self._sequence.shard_video(video)
         given["encoder_hidden_states"] = self._sequence.shard_text(text)
@@ -86,9 +86,8 @@ class ShardJoint(ModelHook):
 
 
 def _fused_blocks(transformer: Any, sequence: ShardedSequence) -> list[tuple[torch.nn.Module, FusedBlock]]:
-    blocks = list(transformer.transformer_blocks)
-    tail = Tail(blocks)
-    return [(block, FusedCogVideoXBlock(sequence, tail)) for block in blocks]
+    tail = Tail(lambda: list(transformer.transformer_blocks))
+    return [(block, FusedCogVideoXBlock(sequence, tail)) for block in transformer.transformer_blocks]
 
 
 FAMILY = ModelFamily(

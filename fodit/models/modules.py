@@ -30,7 +30,7 @@ def why_called(modules: Mapping[str, nn.Module], device: str) -> str | None:
     if torch.is_autocast_enabled(device):
         return "torch.autocast is on"
     others = {name: module for name, module in modules.items() if not is_plain_linear(module)}
-    hooks = {True: " with hooks", False: ""}
+    hooks = {True: " with hooks or another forward", False: ""}
     return ", ".join(f"{name} is a {class_name(one)}{hooks[is_watched(one)]}" for name, one in others.items()) or None
 
 
@@ -40,10 +40,34 @@ def class_name(module: nn.Module) -> str:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether hooks of torch, diffusers or accelerate act when the module is called; fodit's own do not count."""
+    """Whether more happens when the module is called than its class says: hooks of torch, diffusers or accelerate, or
+    a forward that was put in its place, as some adapters do. fodit's own hooks do not count."""
     registry = getattr(module, "_diffusers_hook", None)
-    hooked = registry is not None and any(not name.startswith(HOOK) for name in registry.hooks)
-    return hooked or hasattr(module, "_hf_hook") or bool(module._forward_hooks or module._forward_pre_hooks)
+    names = list(registry.hooks) if registry is not None else []
+    if any(not name.startswith(HOOK) for name in names) or hasattr(module, "_hf_hook"):
+        return True
+    return bool(module._forward_hooks or module._forward_pre_hooks) or (not names and _has_other_forward(module))
+
+
+def _has_other_forward(module: nn.Module) -> bool:
+    """Hooks that were removed leave the class's own forward behind, as the module's attribute."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def refuse_ignored(kind: type[nn.Module], norms: Mapping[str, nn.Module | None]) -> None:
+    """Raise NotImplementedError for a norm that is more than a plain one of this kind: only that is computed.
+
+    Offloading is no hindrance, see `with_weights`.
+    """
+    for name, norm in norms.items():
+        if norm is None or (type(norm) is kind and (_is_offloaded(norm) or not is_watched(norm))):
+            continue
+        more = " with hooks or another forward" if is_watched(norm) else ""
+        raise NotImplementedError(
+            f"{name} is a {class_name(norm)}{more}: fodit computes a {kind.__name__} of q and k itself and would "
+            "ignore it"
+        )
 
 
 def with_weights(function: Callable[P, T], *modules: nn.Module | None) -> Callable[P, T]:

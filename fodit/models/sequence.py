@@ -127,9 +127,3 @@ def named_arguments(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     """The arguments of `module.forward`, each by its name."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     return {name: value for name, value in bound.arguments.items() if value is not module}
-
-
-def refuse_training(hidden_states: torch.Tensor) -> None:
-    """Collectives here have no backward pass; without this check gradients would be silently wrong."""
-    if torch.is_grad_enabled() and hidden_states.requires_grad:
-        raise RuntimeError("a transformer attached to several ranks only runs inference: call it under torch.no_grad()")

@@ -11,8 +11,8 @@ from torch import nn
 from fodit.kernels import rows
 from fodit.models.blocks import FusedWanBlock
 from fodit.models.family import ModelFamily
-from fodit.models.modules import with_weights
-from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments, refuse_training
+from fodit.models.modules import refuse_ignored, with_weights
+from fodit.models.sequence import GatherVideo, ShardedSequence, named_arguments
 from fodit.models.ulysses import attend
 from fodit.ops import GatheredRows
 
@@ -57,6 +57,7 @@ class WanUlyssesProcessor:
                 totals.append(sums[0].wait() if sums else rows.squares(query, key))
             return rows.arrive_rms(query, key, totals[0], (attn.norm_q, attn.norm_k), heads, rotary)
 
+        refuse_ignored(nn.RMSNorm, {"norm_q": attn.norm_q, "norm_k": attn.norm_k})
         rotary = None if rotary_emb is None else (rotary_emb[0][0, :, 0], rotary_emb[1][0, :, 0])
         arrive = with_weights(prepare, attn.norm_q, attn.norm_k)
         (output,) = attend(attn, hidden_states, self.sequence, arrive, self._attention_backend, between)
@@ -87,7 +88,6 @@ class ShardVideo(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
         given = named_arguments(module, args, kwargs)
-        refuse_training(given["hidden_states"])
         self._sequence.begin(given["hidden_states"].shape[1])
         given["hidden_states"] = self._sequence.shard_video(given["hidden_states"])
         return (), given
