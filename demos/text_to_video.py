@@ -11,6 +11,7 @@ embeddings. The video is noise, the latency is the real one.
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ def pixels(text: str) -> int:
     return number
 
 
+def seed(text: str) -> int:
+    """What torch's generators take: any 64 bits, signed or not."""
+    number = int(text)
+    if not -(2**63) <= number < 2**64:
+        raise argparse.ArgumentTypeError(f"must be between -2**63 and 2**64 - 1, got {text}")
+    return number
+
+
 def arguments() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="hub id, local folder, or with --dummy-weights a model's name")
@@ -51,7 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--num-frames", type=positive, help="by default the model's own")
     parser.add_argument("--steps", type=positive, default=50, help="denoising steps (default: 50)")
     parser.add_argument("--guidance-scale", type=float, help="by default the model's own")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the noise (default: 0)")
     parser.add_argument("--fps", type=int, help="frames a second (default: 16, with --dummy-weights the model's own)")
     parser.add_argument("--output", default="out.mp4", help="the video (default: out.mp4)")
     parser.add_argument("--report", help="write the latency report to this JSON file as well")
@@ -107,6 +116,8 @@ def check(given: argparse.Namespace) -> None:
         check_video(given.output, 16 if given.fps is None else given.fps)
         if given.report:
             check_file(given.report)
+            if Path(given.output).resolve() == Path(given.report).resolve():
+                raise ValueError(f"--report {given.report} would overwrite the video: give it another name")
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if given.device != "cpu" and 0 < gpus < ranks:
         raise ValueError(f"{ranks} processes for {gpus} GPU(s) on this machine: torchrun --nproc-per-node {gpus}")

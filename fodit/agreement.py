@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -38,12 +39,32 @@ def together(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
         yield
     except Exception as caught:  # noqa: BLE001 - raised below, when the other ranks know
         error = caught
-    failures = everyone(group, None if error is None else describe(error))
+    failures: list[str | None] = []
+    try:
+        with peers_present(doing):
+            failures = everyone(group, None if error is None else describe(error))
+    except RankError:
+        if error is None:
+            raise
     if error is not None:
         raise error
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
     if failed:
         raise RankError(f"{doing} failed on other ranks; " + "; ".join(failed))
+
+
+@contextmanager
+def peers_present(doing: str) -> Iterator[None]:
+    """Raise a RankError that says so if another rank ends inside, or does not answer in time."""
+    try:
+        yield
+    except RankError:
+        raise
+    except Exception as error:
+        if _lost_a_peer(error):
+            text = f"another rank has ended or did not answer in time ({doing}); its own output may say why"
+            raise RankError(text) from error
+        raise
 
 
 def in_turns(group: dist.ProcessGroup | None, turns: int, mine: int, doing: str, body: Callable[[], T]) -> T:
@@ -96,7 +117,10 @@ def _failure_of_another(store: dist.Store, rank: int) -> str | None:
         except (dist.DistError, RuntimeError):
             return "the connection to rank 0 was lost; that process has ended (see its own output)"
         if time.monotonic() > end:
-            return "a peer rank stopped without giving a reason; it was probably killed (out of memory?)"
+            return (
+                "a peer rank stopped without giving a reason, or did not answer in time: it was probably killed "
+                "(out of memory?), or does something else"
+            )
         time.sleep(0.1)
 
 
@@ -119,22 +143,30 @@ def check_same(group: dist.ProcessGroup | None, what: str, arguments: Mapping[st
 
 
 def digest(value: Any) -> str:
-    """A short text that differs where values differ. Tensors and generators go by content, functions by name."""
+    """A short text that differs where values differ.
+
+    Arrays and generators go by content, mappings by their items in any order, functions and all else by name.
+    """
     if isinstance(value, torch.Tensor):
         content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return f"tensor {tuple(value.shape)} {value.dtype} #{_hash(content)}"
+        return f"tensor {tuple(value.shape)} {value.dtype} #{fingerprint(content)}"
     if isinstance(value, torch.Generator):
-        state = _hash(value.get_state().numpy().tobytes())
+        state = fingerprint(value.get_state().numpy().tobytes())
         return f"generator on {value.device.type}, seed {value.initial_seed()} #{state}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {digest(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(sorted(f"{key}: {digest(item)}" for key, item in value.items())) + "}"
+    if isinstance(value, np.ndarray):
+        return f"array {value.shape} {value.dtype} #{fingerprint(value.tobytes())}"
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, list | tuple):
         return "[" + ", ".join(digest(item) for item in value) + "]"
     if value is None or isinstance(value, str | int | float | bool | torch.dtype | torch.device):
         text = repr(value)
-        return text if len(text) <= 200 else f"{text[:160]}… #{_hash(text.encode())}"
+        return text if len(text) <= 200 else f"{text[:160]}… #{fingerprint(text.encode())}"
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
-def _hash(content: bytes) -> str:
+def fingerprint(content: bytes) -> str:
+    """Differs where the contents differ."""
     return hashlib.blake2b(content, digest_size=6).hexdigest()

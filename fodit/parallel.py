@@ -1,6 +1,7 @@
 """How the ranks divide the work, and the process groups for it."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import prod
@@ -15,7 +16,12 @@ from fodit.ops.communicator import Communicator
 from fodit.ops.connect import connected
 from fodit.timeline import Timeline
 
+MOST_S = 1e9  # that a timeout may be long: clocks count nanoseconds in 64 bits
 DIMENSIONS = ("cfg", "tp", "ring", "ulysses")  # of the device mesh, slowest first
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,9 @@ class ParallelConfig:
     speeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in DIMENSIONS:
-            degree = getattr(self, name)
-            if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
-                raise ValueError(f"{name} must be a whole number >= 1 or None, got {degree!r}")
+        for name in (*DIMENSIONS, "max_ctas"):
+            if getattr(self, name) is not None and not _is_count(getattr(self, name)):
+                raise ValueError(f"{name} must be a whole number >= 1 or None, got {getattr(self, name)!r}")
         if self.cfg not in (None, 1, 2):
             raise ValueError(f"cfg={self.cfg}: guidance has two passes, so cfg is 1 or 2")
         for name, title in (("ring", "ring attention"), ("tp", "tensor parallelism")):
@@ -55,16 +60,15 @@ class ParallelConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)}: {title} is not available yet; use cfg and ulysses, {name}=1"
                 )
-        if self.max_ctas is not None and self.max_ctas < 1:
-            raise ValueError(f"max_ctas must be at least 1 or None, got {self.max_ctas}")
         if self.speeds is not None:
-            object.__setattr__(self, "speeds", tuple(self.speeds))  # a list is not hashable, plans must be
-            if not all(isinstance(one, int) and one >= 1 for one in self.speeds):
+            speeds = self.speeds if isinstance(self.speeds, Sequence) else ()
+            if not speeds or not all(map(_is_count, speeds)):
                 raise ValueError(
-                    f"speeds must be whole numbers >= 1, one for each rank of a sequence, got {self.speeds}"
+                    f"speeds must be whole numbers >= 1, one for each rank of a sequence, got {self.speeds!r}"
                 )
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+            object.__setattr__(self, "speeds", tuple(speeds))  # a list is not hashable, plans must be
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s <= MOST_S:
+            raise ValueError(f"timeout_s must be seconds above 0, at most {MOST_S:.0e}, got {self.timeout_s!r}")
 
     def resolve(self, world_size: int, heads: int, guided: bool = True) -> "ParallelConfig":
         """All degrees, chosen so that they multiply to `world_size`.
@@ -222,8 +226,19 @@ class ProcessGroups:
             for group in groups.values():
                 _set_pg_timeout(timedelta(seconds=parallel.timeout_s), group)
 
+        self._groups = list(groups.values())
+
         def group_of(name: str) -> dist.ProcessGroup | None:
             return groups[name] if getattr(parallel, name) != 1 else None
 
         self.cfg = Communicator(group_of("cfg"), device, timeline, overlap)
         self.ulysses = connected(group_of("ulysses"), device, control, parallel.timeout_s, timeline, overlap)
+
+    def close(self) -> None:
+        """Give up the groups: nothing runs on them any more. All ranks call this together."""
+        if self.ulysses.copies is not None:
+            self.ulysses.copies.close()
+        for group in self._groups:
+            if group is not None and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        self._groups = []

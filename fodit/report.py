@@ -205,9 +205,9 @@ class Report:
             overlap=source.get("overlap", bool),
             total_s=source.get("total_s", float),
             ranks=[_rank(child) for child in source.children("ranks")],
-            versions=dict(source.child("versions").data),
-            plans=list(source.get("plans", list)),
-            notes=list(source.get("notes", list)),
+            versions=_versions(source.child("versions")),
+            plans=source.items("plans", str),
+            notes=source.items("notes", str),
             created=source.get("created", str),
         )
 
@@ -274,27 +274,39 @@ class _Reader:
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, dict):
-            raise ValueError(f"{self.where or 'the report'} is {self.data!r:.40}, expected a JSON object")
+            raise ValueError(f"the report is {self.data!r:.40}, expected a JSON object")
 
     def get(self, name: str, kind: type) -> Any:
         if name not in self.data:
             raise ValueError(f"the field {self.where}{name} is missing")
-        value = self.data[name]
-        fits = isinstance(value, (int, float) if kind is float else kind)
-        if not fits or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"the field {self.where}{name} is {value!r:.40}, expected {kind.__name__}")
-        return value
+        return _checked(self.data[name], kind, f"{self.where}{name}")
+
+    def items(self, name: str, kind: type) -> list[Any]:
+        values = self.get(name, list)
+        return [_checked(value, kind, f"{self.where}{name}[{i}]") for i, value in enumerate(values)]
 
     def child(self, name: str) -> _Reader:
         return _Reader(self.get(name, dict), f"{self.where}{name}.")
 
     def children(self, name: str) -> list[_Reader]:
-        return [_Reader(item, f"{self.where}{name}[{i}].") for i, item in enumerate(self.get(name, list))]
+        return [_Reader(item, f"{self.where}{name}[{i}].") for i, item in enumerate(self.items(name, dict))]
+
+
+def _checked(value: Any, kind: type, where: str) -> Any:
+    """The value, if it is of ``kind``. ``where`` names it in the error."""
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"the field {where} is {value!r:.40}, expected {kind.__name__}")
+    return value
 
 
 def _flat(cls: type, source: _Reader, kind: type) -> Any:
     """An instance of the dataclass ``cls``, all of whose fields are of ``kind``."""
     return cls(**{item.name: source.get(item.name, kind) for item in fields(cls)})
+
+
+def _versions(source: _Reader) -> dict[str, str | None]:
+    return {name: None if value is None else source.get(name, str) for name, value in source.data.items()}
 
 
 def _rank(source: _Reader) -> RankReport:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
+from math import inf
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ def save_video(video: Any, path: str | Path, fps: float = 16) -> Path | None:
       - a torch tensor [F, 3, H, W] or [F, H, W, 3], floats in [0, 1] or uint8, on any device,
       - None on a rank other than 0, which does not hold the output.
     path: ends in .mp4, .mov or .mkv; its folder must exist. A file that is already there is replaced.
-    fps: frames a second.
+    fps: frames a second, a finite number above 0.
 
     The video keeps its exact size, also where it is no multiple of 16. An odd height or width is stored with
     full colour resolution (4:4:4), which some players do not show; crop it to even numbers for those. The
@@ -68,8 +70,8 @@ def check_video(path: str | Path, fps: float = 16) -> Path:
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"cannot write a video to {path}: its name must end in {', '.join(_SUFFIXES)}")
-    if not fps > 0:
-        raise ValueError(f"fps is {fps}, expected a positive number of frames a second")
+    if not (isinstance(fps, Real) and 0 < fps < inf):  # NaN compares false
+        raise ValueError(f"fps is {fps!r}, expected a finite number above 0")
     return check_file(path)
 
 

@@ -14,12 +14,12 @@ from diffusers import DiffusionPipeline
 from diffusers.utils.torch_utils import unwrap_module
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from fodit.agreement import check_same, in_turns, together
+from fodit.agreement import check_same, in_turns, peers_present, together
 from fodit.models.attachment import family_of
-from fodit.models.sequence import HeadGroups
+from fodit.models.sequence import HeadGroups, checked_head_groups
 from fodit.parallel import ParallelConfig, initialise, rank_device, world_size
 from fodit.pipelines.checkpoint import TRANSFORMERS, fewest_heads, loading_turns, with_dtype
-from fodit.pipelines.session import Session
+from fodit.pipelines.session import Session, components_digest
 from fodit.report import Report
 
 Offload = Literal["model", "sequential"]
@@ -80,6 +80,7 @@ class FoPipeline(DiffusionPipeline):
         with together(control, "reading the checkpoint's configuration"):
             heads = fewest_heads(cls, pretrained_model_name_or_path, kwargs)
             parallel = parallel.resolve(world_size(), heads)
+            checked_head_groups(head_groups, heads, parallel.ulysses or 1, parallel.speeds)
 
         def load() -> Any:
             pipe = super(FoPipeline, cls).from_pretrained(pretrained_model_name_or_path, **kwargs)
@@ -113,13 +114,23 @@ class FoPipeline(DiffusionPipeline):
         models = [unwrap_module(one) for name in TRANSFORMERS if (one := getattr(self, name, None)) is not None]
         for one in models:
             family_of(type(one))
-        parallel = parallel.resolve(world_size(), min(one.config.num_attention_heads for one in models))
-        if self._session is not None:
-            self._session.detach()
+        heads = min(one.config.num_attention_heads for one in models)
+        parallel = parallel.resolve(world_size(), heads)
+        checked_head_groups(head_groups, heads, parallel.ulysses or 1, parallel.speeds)
+        self.detach()
         with together(control, "placing the weights"):
             _place(self, placed, offload)
         self._session = Session(parallel, placed, control, overlap, output_rank, head_groups)
         return self
+
+    def detach(self) -> None:
+        """Give the transformers back as they were, for another pipeline. All ranks call this together.
+
+        The weights stay where they are. A later call chooses the degrees anew; `parallelize` may do so before.
+        """
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     @property
     def report(self) -> Report | None:
@@ -136,11 +147,12 @@ class FoPipeline(DiffusionPipeline):
             self.parallelize()
         session = self._session
         assert session is not None
-        bound = self._signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = {name: value for name, value in bound.arguments.items() if value is not self}
-        session.attach(self)
-        with session.call(arguments):
+        with together(session.control, "preparing this call"):
+            bound = self._signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            arguments = {name: value for name, value in bound.arguments.items() if value is not self}
+            session.attach(self)
+        with session.call(arguments | components_digest(self)):
             begin = session.now()
             frames = arguments["num_frames"] if arguments["num_frames"] is not None else self._default_frames()
             if not isinstance(frames, int) or frames < 1:
@@ -273,6 +285,10 @@ def _enter(
     Returns:
         This rank's device, and the control group of all ranks.
     """
+    if not isinstance(parallel, ParallelConfig):
+        raise TypeError(f"parallel must be a fodit.ParallelConfig, such as ParallelConfig(cfg=2), got {parallel!r}")
+    if not isinstance(options["overlap"], bool):
+        raise TypeError(f"overlap must be True or False, got {options['overlap']!r}")
     output_rank, offload = options["output_rank"], options["offload"]
     if output_rank not in (None, 0):
         raise ValueError(f"output_rank must be 0 (frames on rank 0 only) or None (on all ranks), got {output_rank!r}")
@@ -281,14 +297,15 @@ def _enter(
     placed = rank_device(device)
     control = initialise(placed, parallel.timeout_s)
     # repr, not str: a degree that is chosen differs from one that is given, whatever it is chosen to be.
-    check_same(control, what, {"parallel": repr(parallel), **options})
+    with peers_present(what):
+        check_same(control, what, {"parallel": repr(parallel), **options})
     return placed, control
 
 
 def _place(pipe: Any, device: torch.device, offload: Offload | None) -> None:
+    if device.type == "cuda":
+        check_fits(_weights_to_move(pipe, device), torch.cuda.mem_get_info(device)[0], device, offload)
     if offload is None:
-        if device.type == "cuda":
-            check_fits(_weights_to_move(pipe, device), torch.cuda.mem_get_info(device)[0], device)
         pipe.to(device)
     elif offload == "model":
         pipe.enable_model_cpu_offload(device=device)
@@ -305,13 +322,14 @@ def _weights_to_move(pipe: Any, device: torch.device) -> dict[str, int]:
     }
 
 
-def check_fits(weights: dict[str, int], free: int, device: torch.device) -> None:
+def check_fits(weights: dict[str, int], free: int, device: torch.device, offload: Offload | None = None) -> None:
     """Raise MemoryError, saying what would work, if weights of these bytes by model do not fit into `free` bytes."""
-    total = sum(weights.values())
-    if total <= free:
+    if not weights:
         return
-    largest = max(weights, key=lambda name: weights[name])
-    need = {"model": weights[largest], "sequential": 0}
+    total, largest = sum(weights.values()), max(weights, key=lambda name: weights[name])
+    need = {None: total, "model": weights[largest], "sequential": 0}
+    if need[offload] <= free:
+        return
     fitting = next(way for way, least in need.items() if least <= free)
     raise MemoryError(
         f"the weights take {total / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free. The largest model is "

@@ -8,6 +8,7 @@ from typing import Any
 
 import diffusers
 import psutil
+import torch
 import torch.distributed as dist
 from diffusers import ConfigMixin, DiffusionPipeline
 
@@ -26,10 +27,14 @@ def with_dtype(arguments: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: both are given.
+        TypeError: what is given is no type, for which diffusers would take float32.
     """
     given = {name: arguments[name] for name in (DTYPE, OLD_DTYPE) if arguments.get(name) is not None}
     if len(given) > 1:
         raise ValueError(f"dtype={given[DTYPE]} and torch_dtype={given[OLD_DTYPE]} are one argument: give one of them")
+    for name, value in given.items():
+        if not isinstance(value, torch.dtype | dict):
+            raise TypeError(f"{name} must be a torch.dtype such as torch.bfloat16, got {value!r}")
     rest = {name: value for name, value in arguments.items() if name not in (DTYPE, OLD_DTYPE)}
     renamed = tuple(map(int, diffusers.__version__.split(".")[:2])) >= RENAMED
     return rest | {DTYPE if renamed else OLD_DTYPE: value for value in given.values()}

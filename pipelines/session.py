@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from diffusers.utils.torch_utils import unwrap_module
 
-from fodit.agreement import check_same, everyone, spread_failure
+from fodit.agreement import check_same, digest, everyone, fingerprint, spread_failure
 from fodit.doctor import harmful_environment
 from fodit.models import Attachment, attach
 from fodit.models.sequence import HeadGroups
@@ -92,6 +92,13 @@ class Session:
                     guided=lambda: pipe.guidance_scale > 1,
                     head_groups=self.head_groups,
                 )
+
+    def close(self) -> None:
+        """Detach, and give up the groups: this is the session's end. All ranks call it together."""
+        self.detach()
+        self.groups.close()
+        if self.control is not None:
+            dist.destroy_process_group(self.control)
 
     def detach(self) -> None:
         for attachment in self.attachments.values():
@@ -208,3 +215,21 @@ class Session:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
+
+
+def components_digest(pipe: Any) -> dict[str, str]:
+    """What must be the same on all ranks beside a call's arguments: the scheduler, and the transformers' modules with
+    their adapters. Not the weights."""
+    scheduler = pipe.scheduler
+    found = {"scheduler": f"{type(scheduler).__name__} {digest(dict(getattr(scheduler, 'config', {})))}"}
+    for name in TRANSFORMERS:
+        if (transformer := getattr(pipe, name, None)) is not None:
+            modules = unwrap_module(transformer).named_modules()
+            parts = [(path, type(one).__qualname__, *_adapters(one)) for path, one in modules]
+            found[f"{name} with its adapters"] = f"#{fingerprint(repr(parts).encode())}"
+    return found
+
+
+def _adapters(module: torch.nn.Module) -> tuple[str, ...]:
+    """Of a layer of peft's: which are active, and by how much."""
+    return tuple(str(getattr(module, name)) for name in ("active_adapters", "scaling") if hasattr(module, name))

@@ -12,7 +12,7 @@ from test_report import make_report
 
 import fodit
 from fodit.cli import main
-from fodit.doctor import _measured_machines
+from fodit.doctor import _exchanges, _measured_machines
 from fodit.tune.profile import shipped
 
 
@@ -43,6 +43,28 @@ def test_doctor_advises_to_measure_what_was_not_measured(tmp_path, monkeypatch):
 
     for names in (["GPU B", "GPU B"], ["GPU A", "GPU B"]):
         assert "`fodit tune`" not in _measured_machines(names)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "says"),
+    [
+        ("FODIT_EXCHANGE", "staged", "is none of direct, staged, nccl: ranks refuse to connect"),
+        ("FODIT_KERNEL", "ampere", "is none of ampere, hopper, torch: products run in torch"),
+    ],
+)
+def test_doctor_names_values_that_fodit_does_not_take(monkeypatch, name, right, says):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv(name, "fast")
+    assert f"warning: {name}=fast {says}" in fodit.doctor().splitlines()
+    for value in (right, ""):
+        monkeypatch.setenv(name, value)
+        assert f"warning: {name}" not in fodit.doctor()
+
+
+def test_doctor_promises_no_exchanges_with_a_wrong_variable(monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")  # no GPU is asked
+    monkeypatch.setenv("FODIT_EXCHANGE", "fast")
+    assert "; no exchanges, because FODIT_EXCHANGE=fast is none of direct, staged, nccl" in _exchanges(2)
 
 
 def test_version(capsys):

@@ -16,7 +16,7 @@ from fodit.kernels import gemm
 from fodit.parallel import ParallelConfig
 from fodit.tune import command, record, setting, store
 from fodit.tune.explain import explain
-from fodit.tune.profile import shipped
+from fodit.tune.profile import OPERATIONS, shipped
 from fodit.tune.shapes import Model
 
 ROOT = Path(__file__).parents[1]
@@ -305,6 +305,24 @@ def test_explains_first_that_nothing_is_measured(tmp_path, monkeypatch):
     profile = shipped()["h200-x2-nvlink"]
     profile.save(store.profile_path(profile.machine))
     assert note not in explain("all_to_all", 8888, 9216, 3072)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
+def test_dtypes_that_no_product_has(dtype):
+    with pytest.raises(ValueError, match=f"has dtype {dtype}; they have bfloat16, float16, float32"):
+        explain("all_to_all", 8888, 9216, 3072, dtype=dtype, profile="h200-x2-no-p2p")
+
+
+@pytest.mark.parametrize("profile", shipped())
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_no_kernel_takes_float32(profile, op):
+    def lines(dtype):
+        return explain(op, 17776, 9216, 3072, dtype=dtype, profile=profile).splitlines()
+
+    first, *rest = lines(torch.float32)
+    assert first.startswith("float32 products run in torch, kernels take bfloat16, float16") and "16-bit" in first
+    assert rest[0].endswith(", float32") and not re.search("hopper|ampere", "\n".join(rest))
+    assert "16-bit" not in lines(torch.float16)[0]
 
 
 @pytest.mark.parametrize("profile", shipped())

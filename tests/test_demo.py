@@ -80,6 +80,8 @@ def test_video_and_report(run, tiny):
         (["--num-frames", "0"], "argument --num-frames: must be at least 1, got 0"),
         (["--height", "65"], "argument --height: must be a multiple of 16, got 65"),
         (["--width", "-16"], "argument --width: must be at least 1, got -16"),
+        (["--seed", str(2**64)], f"argument --seed: must be between -2**63 and 2**64 - 1, got {2**64}"),
+        (["--seed", str(-(2**63) - 1)], f"argument --seed: must be between -2**63 and 2**64 - 1, got {-(2**63) - 1}"),
         (["--ulysses", "0"], "argument --ulysses: must be at least 1, got 0"),
         (["--cfg", "3"], "argument --cfg: invalid choice: 3"),
     ],
@@ -88,6 +90,11 @@ def test_numbers_that_no_model_takes(run, tiny, arguments, words):
     status, _, err = run("--model", tiny("cogvideox-rope"), *PROMPT, *arguments)
     assert status == 2
     assert words in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [-(2**63), 2**64 - 1])
+def test_seeds_that_generators_take(number):
+    torch.Generator().manual_seed(demo.seed(str(number)))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +107,9 @@ def test_numbers_that_no_model_takes(run, tiny, arguments, words):
         (["--output", "out.gif"], "cannot write a video to out.gif: its name must end in .mp4, .mov, .mkv"),
         (["--report", "nowhere/r.json"], "cannot write nowhere/r.json: there is no folder nowhere"),
         (["--report", ".."], "cannot write ..: it is a folder"),
-        (["--fps", "0"], "fps is 0, expected a positive number"),
-        (["--fps", "-8"], "fps is -8, expected a positive number"),
+        (["--report", "./out.mp4"], "--report ./out.mp4 would overwrite the video"),
+        (["--fps", "0"], "fps is 0, expected a finite number above 0"),
+        (["--fps", "-8"], "fps is -8, expected a finite number above 0"),
     ],
 )
 @pytest.mark.parametrize("weights", ["loaded", "dummy"])
@@ -112,6 +120,11 @@ def test_what_does_not_fit_is_one_line_before_any_weights(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     model = DUMMY if weights == "dummy" else ["--model", tiny("cogvideox-rope"), *PROMPT]
     one_line(run(*model, *arguments), words)
+
+
+def test_a_report_that_is_a_link_to_the_video(run, no_weights):
+    Path("r.json").symlink_to("out.mp4")
+    one_line(run(*DUMMY, "--device", "cpu", "--report", "r.json"), "--report r.json would overwrite the video")
 
 
 def test_unknown_models(run, no_weights, tmp_path):

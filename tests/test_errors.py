@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
 from ranks import enter_rank, free_port
 from test_parity import CALL, SIZES, load
+from torch.distributed import distributed_c10d
 
 from fodit import FoCogVideoXPipeline, FoWanPipeline, ParallelConfig
 from fodit.agreement import RankError, digest, in_turns
@@ -42,6 +44,12 @@ def refused(folder, kind, arguments, call):
         ("wan2.1", {"device_map": "balanced"}, "device_map does not go with fodit"),
         ("wan2.1", {"output_rank": 1}, "output_rank must be 0"),
         ("wan2.1", {"offload": "disk"}, "offload must be 'model', 'sequential' or None"),
+        ("wan2.1", {"parallel": 2}, "parallel must be a fodit.ParallelConfig, such as ParallelConfig(cfg=2), got 2"),
+        ("wan2.1", {"overlap": "no"}, "overlap must be True or False, got 'no'"),
+        ("wan2.1", {"head_groups": 9}, "5 heads on 1 ranks allow head_groups 1 to 5, got 9"),
+        ("wan2.1", {"head_groups": (1, 0)}, "head_groups must be a number >= 1 or relative sizes"),
+        ("wan2.1", {"head_groups": 2.5}, "head_groups must be a number >= 1 or relative sizes"),
+        ("wan2.1", {"head_groups": "abc"}, "head_groups must be a number >= 1 or relative sizes"),
     ],
 )
 def test_bad_arguments_on_every_rank(pool, tiny, kind, arguments, words):
@@ -158,16 +166,61 @@ def disagree(folder, what):
         "generator": {"generator": torch.Generator().manual_seed(rank)},
         "num_frames": {"num_frames": 5 + 4 * rank},
         "prompt_embeds": {"prompt": None, "prompt_embeds": torch.full((1, 512, 32), float(rank))},
+        "guidance_scale": {"guidance_scale": np.float32(1 + rank)},
     }
-    pipe(**CALL | SIZES["wan2.1"] | {"negative_prompt": None} | different[what])
+    if what == "scheduler":
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=3.0 + rank)
+    if what == "transformer with its adapters" and rank:
+        pipe.transformer.blocks[0].ffn.net[2] = torch.nn.Sequential(pipe.transformer.blocks[0].ffn.net[2])
+    pipe(**CALL | SIZES["wan2.1"] | {"negative_prompt": None} | different.get(what, {}))
 
 
-@pytest.mark.parametrize("what", ["overlap", "parallel", "prompt", "generator", "num_frames", "prompt_embeds"])
+ARGUMENTS = ["prompt", "generator", "num_frames", "prompt_embeds", "guidance_scale"]
+COMPONENTS = ["scheduler", "transformer with its adapters"]
+
+
+@pytest.mark.parametrize("what", ["overlap", "parallel", *ARGUMENTS, *COMPONENTS])
 def test_ranks_that_disagree(pool, tiny, what):
     for error in pool.errors(2, disagree, tiny("wan2.1"), what):
         where = "from_pretrained" if what in ("overlap", "parallel") else "this call"
         assert f"the ranks disagree on the arguments of {where}" in error
         assert f"{what} is " in error and " on rank 0, " in error and " on rank 1" in error
+
+
+def unknown_on_rank_1(folder):
+    pipe = load(folder, "wan2.1")
+    pipe(**CALL | SIZES["wan2.1"] | ({"no_such": 1} if os.environ["RANK"] == "1" else {}))
+
+
+def test_a_call_that_only_one_rank_cannot_make(pool, tiny):
+    first, second = pool.errors(2, unknown_on_rank_1, tiny("wan2.1"))
+    assert "preparing this call failed on other ranks; rank 1: TypeError" in first
+    assert "TypeError" in second and "no_such" in second
+
+
+def used_again(folder):
+    """Degrees chosen anew and a second pipeline of the same components; how many groups there are each time."""
+    counts = []
+
+    def frames(pipe):
+        return pipe(**CALL | SIZES["wan2.1"] | {"generator": torch.Generator().manual_seed(0)}).frames
+
+    pipe = load(folder, "wan2.1")
+    for _ in range(3):
+        first = frames(pipe)
+        pipe.parallelize(ParallelConfig(cfg=1, ulysses=2))
+        counts.append(len(distributed_c10d._world.pg_map))
+    frames(pipe)
+    with pytest.raises(ValueError, match="attached already: call detach"):
+        frames(FoWanPipeline(**pipe.components))
+    pipe.detach()
+    return counts, float(abs(frames(FoWanPipeline(**pipe.components)) - first).max())
+
+
+def test_pipelines_give_back_what_they_took(pool, tiny):
+    for counts, difference in pool.run(2, used_again, tiny("wan2.1")):
+        assert len(set(counts)) == 1, "process groups stay behind"
+        assert difference < 1e-5
 
 
 def take_turns(turns, fail):
@@ -210,6 +263,11 @@ def test_weights_that_do_not_fit():
         base.check_fits(weights, 22 * gib, device)
     with pytest.raises(MemoryError, match="offload='sequential' would"):
         base.check_fits(weights, 11 * gib, device)
+    base.check_fits(weights, 12 * gib, device, "model")
+    with pytest.raises(MemoryError, match="offload='sequential' would"):
+        base.check_fits(weights, 11 * gib, device, "model")
+    base.check_fits(weights, gib, device, "sequential")
+    base.check_fits({}, 0, device)
 
 
 def test_digest_tells_values_apart():
@@ -230,10 +288,16 @@ def test_digest_tells_values_apart():
         torch.zeros(3),
         torch.Generator().manual_seed(0),
         torch.Generator().manual_seed(1),
+        np.float32(1),
+        np.float32(3),
+        np.int64(5),
+        np.zeros(2),
+        np.ones(2),
         len,
         print,
     ]
     assert len({digest(value) for value in values}) == len(values)
+    assert digest(np.int64(5)) == digest(5) and digest({"a": 0, "b": 1}) == digest({"b": 1, "a": 0})
     used = torch.Generator().manual_seed(0)
     torch.randn(1, generator=used)
     assert digest(used) != digest(torch.Generator().manual_seed(0))

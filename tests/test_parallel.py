@@ -1,5 +1,7 @@
 """Degrees and devices: what is chosen, and what is refused in which words."""
 
+import math
+
 import pytest
 import torch
 
@@ -56,7 +58,15 @@ def test_degrees_that_do_not_fit(given, world, heads, words):
         ({"ulysses": 2.0}, "whole number"),
         ({"tp": 2}, "tp=2: tensor parallelism is not available yet"),
         ({"ring": 2}, "ring=2: ring attention is not available yet"),
-        ({"timeout_s": 0}, "timeout_s must be positive"),
+        ({"timeout_s": 0}, "timeout_s must be seconds above 0"),
+        ({"timeout_s": math.inf}, "timeout_s must be seconds above 0"),
+        ({"timeout_s": math.nan}, "timeout_s must be seconds above 0"),
+        ({"timeout_s": "10"}, "timeout_s must be seconds above 0, .* got '10'"),
+        ({"max_ctas": 1.5}, "max_ctas must be a whole number >= 1 or None, got 1.5"),
+        ({"max_ctas": "4"}, "max_ctas must be a whole number >= 1 or None, got '4'"),
+        ({"speeds": 2}, "speeds must be whole numbers >= 1, .* got 2"),
+        ({"speeds": ()}, r"speeds must be whole numbers >= 1, .* got \(\)"),
+        ({"speeds": (True, 1)}, "speeds must be whole numbers"),
     ],
 )
 def test_degrees_that_are_none(given, words):
@@ -74,7 +84,7 @@ def test_speeds():
         assert (chosen.cfg, chosen.ulysses) == (cfg, 2)
     with pytest.raises(ValueError, match=r"speeds must be whole numbers >= 1.* got \(1, 0\)"):
         ParallelConfig(speeds=(1, 0))
-    with pytest.raises(ValueError, match="max_ctas must be at least 1 or None, got 0"):
+    with pytest.raises(ValueError, match="max_ctas must be a whole number >= 1 or None, got 0"):
         ParallelConfig(max_ctas=0)
 
 

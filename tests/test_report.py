@@ -243,6 +243,20 @@ def test_a_flag_is_no_number_and_a_number_no_flag() -> None:
         Report.from_dict({**make_report().to_dict(), "overlap": 1})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("notes", [1], "the field notes[0] is 1, expected str"),
+        ("plans", ["one", None], "the field plans[1] is None, expected str"),
+        ("ranks", [None], "the field ranks[0] is None, expected dict"),
+        ("versions", {"torch": 2.13}, "the field versions.torch is 2.13, expected str"),
+    ],
+)
+def test_what_is_in_lists_and_versions_is_checked(field: str, value: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Report.from_dict({**make_report().to_dict(), field: value})
+
+
 def test_whole_seconds_are_read() -> None:
     assert Report.from_dict({**make_report().to_dict(), "total_s": 21}).total_s == 21
 

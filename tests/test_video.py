@@ -167,9 +167,9 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         save_video(pattern(48, 64), tmp_path / "nowhere" / "video.mp4")
 
 
-@pytest.mark.parametrize("fps", [0, -1, float("nan")])
-def test_a_rate_that_does_not_fit(tmp_path: Path, fps: float) -> None:
-    with pytest.raises(ValueError, match="fps is"):
+@pytest.mark.parametrize("fps", [0, -1, float("nan"), float("inf"), "8", None])
+def test_a_rate_that_does_not_fit(tmp_path: Path, fps: Any) -> None:
+    with pytest.raises(ValueError, match=f"fps is {fps!r}, expected a finite number above 0"):
         save_video(pattern(48, 64), tmp_path / "video.mp4", fps=fps)
 
 

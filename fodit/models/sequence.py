@@ -1,6 +1,7 @@
 """The part of a token sequence that a rank holds, and the hooks that shard a transformer at its borders."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,26 @@ from fodit.plan import UlyssesLayout, rank_ranges
 # Where the items of a batch go one after the other there are as many exchanges with fewer groups.
 DEFAULT_EXCHANGES = 5
 HeadGroups = int | tuple[int, ...] | None
+
+
+def fewest_heads(heads: int, ranks: int, speeds: tuple[int, ...] | None = None) -> int:
+    """Of any rank: the most head groups there can be."""
+    return min(stop - start for start, stop in rank_ranges(heads, ranks, speeds))
+
+
+def checked_head_groups(
+    head_groups: HeadGroups, heads: int, ranks: int, speeds: tuple[int, ...] | None = None
+) -> HeadGroups:
+    """`head_groups`, relative sizes as a tuple. Raises ValueError for what is neither, or more than the heads allow."""
+    if head_groups is None:
+        return None
+    sizes = head_groups if isinstance(head_groups, Sequence) else [head_groups]
+    if not sizes or any(not isinstance(one, int) or isinstance(one, bool) or one < 1 for one in sizes):
+        raise ValueError(f"head_groups must be a number >= 1 or relative sizes such as (1, 3, 1), got {head_groups!r}")
+    most, count = fewest_heads(heads, ranks, speeds), head_groups if isinstance(head_groups, int) else len(sizes)
+    if count > most:
+        raise ValueError(f"{heads} heads on {ranks} ranks allow head_groups 1 to {most}, got {head_groups!r}")
+    return head_groups if isinstance(head_groups, int) else tuple(sizes)
 
 
 class ShardedSequence:
@@ -36,13 +57,9 @@ class ShardedSequence:
         head_groups: HeadGroups = None,
         speeds: tuple[int, ...] | None = None,
     ) -> None:
-        most = min(stop - start for start, stop in rank_ranges(heads, comm.size, speeds))
-        head_groups = head_groups if isinstance(head_groups, int | None) else tuple(head_groups)
-        given = head_groups if isinstance(head_groups, int | None) else len(head_groups)
-        if given is not None and not 1 <= given <= most:
-            raise ValueError(f"{heads} heads on {comm.size} ranks allow head_groups 1 to {most}, got {head_groups}")
-        self.comm, self.heads, self.head_dim, self.head_groups = comm, heads, head_dim, head_groups
-        self.speeds, self._fewest_heads = speeds, most
+        self.comm, self.heads, self.head_dim = comm, heads, head_dim
+        self.head_groups = checked_head_groups(head_groups, heads, comm.size, speeds)
+        self.speeds, self._fewest_heads = speeds, fewest_heads(heads, comm.size, speeds)
         self.text = self.tokens = 0  # of the forward that is running
         self._layouts: dict[tuple[int, int, torch.dtype, int], UlyssesLayout] = {}
 

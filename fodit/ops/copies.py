@@ -154,6 +154,10 @@ class Copies:
         for one in self._directions:
             one.reset()
 
+    def close(self) -> None:
+        """Unmap what other ranks share. No exchange may be under way, and none started any more."""
+        self._closer()
+
     def empty(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """A flat buffer of `like`'s type that exchanges may write into."""
         if not self.direct:

@@ -4,6 +4,7 @@ from math import ceil, inf
 
 import torch
 
+from fodit.kernels.gemm import DTYPES
 from fodit.tune.choice import Choice
 from fodit.tune.planner import Planner, name_of, planner_named
 from fodit.tune.predict import ITEMSIZE, SMALLEST, bound_ms, collective_ms, context, product_ms, sender, times_sent
@@ -29,12 +30,13 @@ def explain(
 
     Args:
         op: all_reduce or reduce_scatter; all_to_all for heads of 128 columns.
+        dtype: of the product: bfloat16, float16, or float32, which no kernel takes.
         planner: of a communicator (`comm.planner`).
         profile: without a planner: a profile, the path of one, or the name of a shipped one. None takes the newest one
             in the cache folder; where there is none, that of two H200, and the first line says so.
 
     Raises:
-        ValueError: there is no such operation, product or profile.
+        ValueError: there is no such operation, product or profile, or no product has that dtype.
 
     >>> print(fodit.explain("all_to_all", 8888, 9216, 3072))
     """
@@ -42,7 +44,7 @@ def explain(
         raise ValueError(f"no operation {op!r}; there are {', '.join(OPERATIONS)}")
     if min(m, n, k) < 1:
         raise ValueError(f"m, n and k must be at least 1, got {m}, {n} and {k}")
-    planner = planner or _planner(profile)
+    planner = _for_dtype(planner or _planner(profile), dtype)
     if op == "all_to_all" and n < planner.ranks * Shape.head_dim:
         raise ValueError(f"n={n}: an all_to_all gives each of {planner.ranks} ranks heads of {Shape.head_dim} columns")
     choice = planner.choice(op, m, n, k, dtype)
@@ -75,6 +77,20 @@ def _planner(profile: Profile | str | None) -> Planner:
         planner.notes = (f"nothing is measured here: this is for {machine.ranks} x {machine.gpus[0]}, {link}",)
         return planner
     return planner_named(profile)
+
+
+def _for_dtype(planner: Planner, dtype: torch.dtype) -> Planner:
+    """The planner as it is for 16 bits; without kernels, and with a note, for float32."""
+    if dtype in DTYPES:
+        return planner
+    if dtype != torch.float32:
+        raise ValueError(f"no product of a pipeline has dtype {dtype}; they have {_names(*DTYPES, torch.float32)}")
+    note = f"float32 products run in torch, kernels take {_names(*DTYPES)}; predictions are for 16-bit elements"
+    return Planner(planner.profile, planner.source, planner.plans, (), (*planner.notes, note))
+
+
+def _names(*dtypes: torch.dtype) -> str:
+    return ", ".join(map(name_of, dtypes))
 
 
 def _bound(known: Profile, shape: Shape, choice: Choice) -> str:
