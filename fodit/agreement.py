@@ -159,6 +159,8 @@ def digest(value: Any) -> str:
         return f"array {value.shape} {value.dtype} #{fingerprint(value.tobytes())}"
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(digest, value))) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(digest(item) for item in value) + "]"
     if value is None or isinstance(value, str | int | float | bool | torch.dtype | torch.device):

@@ -220,8 +220,9 @@ class Session:
 def components_digest(pipe: Any) -> dict[str, str]:
     """What must be the same on all ranks beside a call's arguments: the scheduler, and the transformers' modules with
     their adapters. Not the weights."""
-    scheduler = pipe.scheduler
-    found = {"scheduler": f"{type(scheduler).__name__} {digest(dict(getattr(scheduler, 'config', {})))}"}
+    config = dict(getattr(pipe.scheduler, "config", {}))
+    settings = {name: value for name, value in config.items() if not name.startswith("_")}  # nor diffusers' own notes
+    found = {"scheduler": f"{type(pipe.scheduler).__name__} {digest(settings)}"}
     for name in TRANSFORMERS:
         if (transformer := getattr(pipe, name, None)) is not None:
             modules = unwrap_module(transformer).named_modules()

@@ -277,6 +277,8 @@ def test_digest_tells_values_apart():
         0.0,
         "0",
         [0],
+        {0},
+        {0, 1},
         [0, 0],
         {"a": 0},
         {"b": 0},
