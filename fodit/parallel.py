@@ -214,6 +214,8 @@ class ProcessGroups:
     ) -> None:
         self.parallel, self.device = parallel, device
         self.size = prod(parallel.degrees)
+        if self.size > 1 and not dist.is_initialized():
+            raise RuntimeError(f"{parallel} needs {self.size} ranks that know each other: call initialise() first")
         self.rank = dist.get_rank() if self.size > 1 else 0
         groups: dict[str, dist.ProcessGroup | None] = dict.fromkeys(DIMENSIONS)
         if self.size > 1:

@@ -182,6 +182,8 @@ class FoPipeline(DiffusionPipeline):
         """diffusers' checks, and those it leaves to a shape error later."""
         super().check_inputs(*args, **kwargs)
         given = inspect.signature(super().check_inputs).bind(*args, **kwargs).arguments
+        if min(given["height"], given["width"]) < 1:
+            raise ValueError(f"height and width must be at least 1, got {given['height']} x {given['width']}")
         self._check_size(given["height"], given["width"])
         if self._session is not None:
             self._session.size = (given["height"], given["width"])

@@ -63,6 +63,7 @@ def test_bad_arguments_on_every_rank(pool, tiny, kind, arguments, words):
         ("cogvideox-rope", {"height": 52}, "have to be divisible by 8"),
         ("cogvideox-rope", {"height": 56, "width": 80}, "divisible by 16 for this model, got 56 x 80; 48 x 80 would"),
         ("wan2.1", {"width": 72}, "divisible by 16"),
+        ("wan2.1", {"height": -16}, "height and width must be at least 1, got -16 x 80"),
         ("wan2.1", {"num_frames": 0}, "num_frames must be a whole number >= 1, got 0"),
         ("cogvideox-rope", {"num_frames": -3}, "num_frames must be a whole number >= 1, got -3"),
         ("wan2.1", {"prompt": None}, "Provide either `prompt` or `prompt_embeds`"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fodit import ParallelConfig
-from fodit.parallel import rank_device
+from fodit.parallel import ProcessGroups, rank_device
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,11 @@ def test_speeds():
         ParallelConfig(speeds=(1, 0))
     with pytest.raises(ValueError, match="max_ctas must be a whole number >= 1 or None, got 0"):
         ParallelConfig(max_ctas=0)
+
+
+def test_groups_of_ranks_that_never_met():
+    with pytest.raises(RuntimeError, match=r"cfg=2.* needs 2 ranks .*: call initialise\(\) first"):
+        ProcessGroups(ParallelConfig(cfg=2), torch.device("cpu"))
 
 
 def test_device(monkeypatch):
