@@ -66,3 +66,21 @@ def test_one_gpu(pool, tiny, plain, kind):
     exact, theirs = plain(kind)
     ((found, notes, _),) = pool.run(1, run, tiny(kind), kind, {}, {})
     assert error(found, exact) <= 1.1 * theirs and notes == []
+
+
+def run_again(folder, kind):
+    """Of one pipeline with degrees chosen anew: the groups of the time before are given up."""
+    pipe = FoWanPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16, parallel=ParallelConfig(cfg=1))
+    found = [latents(pipe, kind)]
+    for cfg in (2, 1):
+        pipe.parallelize(ParallelConfig(cfg=cfg))
+        found.append(latents(pipe, kind))
+    return found
+
+
+@pytest.mark.gpu
+def test_degrees_chosen_anew(pool, tiny, plain):
+    exact, theirs = plain("wan2.1")
+    for first, second, third in pool.run(2, run_again, tiny("wan2.1"), "wan2.1"):
+        assert all(torch.equal(x, y) for x, y in zip(first, third, strict=True))
+        assert error(second, exact) <= 1.1 * theirs
