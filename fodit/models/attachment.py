@@ -12,7 +12,7 @@ from fodit.kernels import rows
 from fodit.models import cogvideox, wan
 from fodit.models.family import ModelFamily
 from fodit.models.guidance import SplitBatch, SplitPasses
-from fodit.models.modules import HOOK
+from fodit.models.modules import HOOK, has_other_forward
 from fodit.models.sequence import HeadGroups, ShardedSequence
 from fodit.parallel import ProcessGroups
 
@@ -163,8 +163,8 @@ def _forget(module: nn.Module) -> None:
     if registry.hooks:
         return
     del module._diffusers_hook
-    if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
-        del module.forward
+    if not has_other_forward(module):
+        vars(module).pop("forward", None)
 
 
 def _inner(module: nn.Module) -> Any:

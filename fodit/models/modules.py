@@ -46,10 +46,10 @@ def is_watched(module: nn.Module) -> bool:
     names = list(registry.hooks) if registry is not None else []
     if any(not name.startswith(HOOK) for name in names) or hasattr(module, "_hf_hook"):
         return True
-    return bool(module._forward_hooks or module._forward_pre_hooks) or (not names and _has_other_forward(module))
+    return bool(module._forward_hooks or module._forward_pre_hooks) or (not names and has_other_forward(module))
 
 
-def _has_other_forward(module: nn.Module) -> bool:
+def has_other_forward(module: nn.Module) -> bool:
     """Hooks that were removed leave the class's own forward behind, as the module's attribute."""
     forward = vars(module).get("forward")
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
