@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from fodit.kernels.binding import Family, Kernel, load
+from fodit.environment import EXCHANGE, KERNEL, Variable
+from fodit.kernels.binding import Kernel, load
 from fodit.kernels.gemm import DTYPES, kernels_for
 from fodit.kernels.selftest import failure
-from fodit.ops.connect import KINDS, VARIABLE, direct_allowed, refusal
+from fodit.ops.connect import direct_allowed, refusal
 from fodit.ops.peers import peer_allowed, reaches
 from fodit.report import versions
 from fodit.tune.profile import Profile
@@ -29,11 +30,7 @@ HARMFUL = {
     "NCCL_BLOCKING_WAIT": ("1", "lets the host wait for every collective"),
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "lets the host wait for every collective"),
 }
-# Variables of fodit's that take one of a few words, and what a word that is none of them leads to.
-WORDS = {
-    VARIABLE: (KINDS, "ranks refuse to connect"),
-    "FODIT_KERNEL": ((*(family.name.lower() for family in Family), "torch"), "products run in torch"),
-}
+CONSEQUENCES = {EXCHANGE: "ranks refuse to connect", KERNEL: "products run in torch"}  # of a wrong word
 
 
 def harmful_environment() -> list[str]:
@@ -45,14 +42,10 @@ def harmful_environment() -> list[str]:
     ]
 
 
-def wrong_environment() -> dict[str, str]:
-    """A sentence for each variable of fodit's that has a value which it does not take, by the variable's name."""
-    given = {name: os.environ.get(name, "") for name in WORDS}  # empty is as good as not set
-    return {
-        name: f"{name}={given[name]} is none of {', '.join(words)}: {consequence}"
-        for name, (words, consequence) in WORDS.items()
-        if given[name] not in ("", *words)
-    }
+def _wrong_word(variable: Variable) -> str | None:
+    """What is wrong with the variable's word, and what it leads to; None if nothing is."""
+    wrong = variable.wrong(variable.value)
+    return None if wrong is None else f"{wrong}: {CONSEQUENCES[variable]}"
 
 
 def _wrong_kernels(kernels: Sequence[Kernel], device: torch.device) -> list[str]:
@@ -80,7 +73,7 @@ def _exchanges(gpus: int) -> str:
     """How ranks on this host will send each other what is exchanged."""
     linked = peer_allowed() and all(reaches(one, other) for one in range(gpus) for other in range(gpus))
     peers = "peer access between the GPUs" if linked else "no peer access between the GPUs"
-    if (wrong := wrong_environment().get(VARIABLE)) is not None:
+    if (wrong := _wrong_word(EXCHANGE)) is not None:
         return f"{peers}; no exchanges, because {wrong}"
     if (reason := refusal()) is not None:
         return f"{peers}; exchanges go through NCCL, because {reason}"
@@ -111,5 +104,6 @@ def doctor() -> str:
     if count > 1:
         lines += _measured_machines([torch.cuda.get_device_name(index) for index in range(count)])
         lines.append(_exchanges(count))
-    lines += [f"warning: {text}" for text in (*wrong_environment().values(), *harmful_environment())]
+    wrong = [text for variable in CONSEQUENCES if (text := _wrong_word(variable)) is not None]
+    lines += [f"warning: {text}" for text in (*wrong, *harmful_environment())]
     return "\n".join(lines)

@@ -20,7 +20,8 @@ MOST_S = 1e9  # that a timeout may be long: clocks count nanoseconds in 64 bits
 DIMENSIONS = ("cfg", "tp", "ring", "ulysses")  # of the device mesh, slowest first
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number from 1 on; a bool is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -51,7 +52,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in (*DIMENSIONS, "max_ctas"):
-            if getattr(self, name) is not None and not _is_count(getattr(self, name)):
+            if getattr(self, name) is not None and not is_count(getattr(self, name)):
                 raise ValueError(f"{name} must be a whole number >= 1 or None, got {getattr(self, name)!r}")
         if self.cfg not in (None, 1, 2):
             raise ValueError(f"cfg={self.cfg}: guidance has two passes, so cfg is 1 or 2")
@@ -62,7 +63,7 @@ class ParallelConfig:
                 )
         if self.speeds is not None:
             speeds = self.speeds if isinstance(self.speeds, Sequence) else ()
-            if not speeds or not all(map(_is_count, speeds)):
+            if not speeds or not all(map(is_count, speeds)):
                 raise ValueError(
                     f"speeds must be whole numbers >= 1, one for each rank of a sequence, got {self.speeds!r}"
                 )

@@ -79,8 +79,7 @@ class FoPipeline(DiffusionPipeline):
         placed, control = _enter("from_pretrained", parallel, device, {**source, **same, **kwargs})
         with together(control, "reading the checkpoint's configuration"):
             heads = fewest_heads(cls, pretrained_model_name_or_path, kwargs)
-            parallel = parallel.resolve(world_size(), heads)
-            checked_head_groups(head_groups, heads, parallel.ulysses or 1, parallel.speeds)
+            parallel = _resolved(parallel, heads, head_groups)
 
         def load() -> Any:
             pipe = super(FoPipeline, cls).from_pretrained(pretrained_model_name_or_path, **kwargs)
@@ -115,8 +114,7 @@ class FoPipeline(DiffusionPipeline):
         for one in models:
             family_of(type(one))
         heads = min(one.config.num_attention_heads for one in models)
-        parallel = parallel.resolve(world_size(), heads)
-        checked_head_groups(head_groups, heads, parallel.ulysses or 1, parallel.speeds)
+        parallel = _resolved(parallel, heads, head_groups)
         self.detach()
         with together(control, "placing the weights"):
             _place(self, placed, offload)
@@ -302,6 +300,13 @@ def _enter(
     with peers_present(what):
         check_same(control, what, {"parallel": repr(parallel), **options})
     return placed, control
+
+
+def _resolved(parallel: ParallelConfig, heads: int, head_groups: HeadGroups) -> ParallelConfig:
+    """All degrees; raises ValueError if they, or the head groups, do not fit the heads."""
+    resolved = parallel.resolve(world_size(), heads)
+    checked_head_groups(head_groups, heads, resolved.ulysses or 1, resolved.speeds)
+    return resolved
 
 
 def _place(pipe: Any, device: torch.device, offload: Offload | None) -> None:

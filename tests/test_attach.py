@@ -384,6 +384,10 @@ def test_detach_leaves_nothing(make):
     assert {name: set(vars(module)) for name, module in transformer.named_modules()} == before
 
 
+def blocks_of(transformer):
+    return transformer.blocks if hasattr(transformer, "blocks") else transformer.transformer_blocks
+
+
 def double(module):
     """As adapters do that put a forward of their own in place of a module's."""
     forward = module.forward
@@ -398,7 +402,7 @@ REPLACED = {
 
 def with_other_forwards(make, name):
     transformer = make()
-    for block in getattr(transformer, "blocks", None) or transformer.transformer_blocks:
+    for block in blocks_of(transformer):
         double(block.get_submodule(name))
     given = inputs(transformer)
     with torch.no_grad():
@@ -426,8 +430,7 @@ def drop_it(attention):
 @pytest.mark.parametrize("make", [wan, cogvideox])
 def test_norms_that_would_be_ignored_are_refused(make, change):
     transformer = make()
-    blocks = getattr(transformer, "blocks", None) or transformer.transformer_blocks
-    change(blocks[0].attn1)
+    change(blocks_of(transformer)[0].attn1)
     attach(transformer, groups())
     with torch.no_grad(), pytest.raises(NotImplementedError, match=r"norm_k is a torch\.nn.*would ignore it"):
         transformer(**inputs(transformer))

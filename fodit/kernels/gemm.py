@@ -1,11 +1,11 @@
 """The signaling product as a torch custom op, and the choice of a kernel for it."""
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
+from fodit.environment import KERNEL
 from fodit.kernels.binding import ABI, MAX_WEIGHTS, Family, Gemm, Kernel, Library, load
 from fodit.plan import TILE_FIELDS, Plan, tile_program
 
@@ -90,11 +90,11 @@ def kernels_for(device: torch.device) -> tuple[Kernel, ...] | str:
 
     `FODIT_KERNEL=ampere` or `hopper` keeps one family, `FODIT_KERNEL=torch` none.
     """
-    wanted = os.environ.get("FODIT_KERNEL", "")
+    wanted = KERNEL.value
     if wanted == "torch":
         return "FODIT_KERNEL=torch"
-    if wanted not in ("", "ampere", "hopper"):
-        return f"FODIT_KERNEL={wanted} is none of ampere, hopper, torch"
+    if (wrong := KERNEL.wrong(wanted)) is not None:
+        return wrong
     if device.type != "cuda":
         return f"the device is {device.type}"
     found = load()

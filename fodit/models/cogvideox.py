@@ -86,7 +86,7 @@ class ShardJoint(ModelHook):
 
 
 def _fused_blocks(transformer: Any, sequence: ShardedSequence) -> list[tuple[torch.nn.Module, FusedBlock]]:
-    tail = Tail(lambda: list(transformer.transformer_blocks))
+    tail = Tail(lambda: transformer.transformer_blocks)
     return [(block, FusedCogVideoXBlock(sequence, tail)) for block in transformer.transformer_blocks]
 
 

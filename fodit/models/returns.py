@@ -48,27 +48,31 @@ def project(
         in_parts: this rank's heads first. Costs a few percent of the product; the sum over these heads is rounded to
             the output's type before the others' are added.
     """
-    reason = why_called({"to_out": projection}, returns[0].attended.device.type) if in_parts else None
-    if reason is not None:
+    if in_parts:
+        reason = why_called({"to_out": projection}, returns[0].attended.device.type)
+        if reason is None:
+            return _project_in_parts(projection, returns, layout)
         comm.fallbacks.add(f"projection not overlapped with its exchange: {reason}")
-    elif in_parts:
-        parts, weight = _parts(returns, layout), projection.weight
-        first, last, own = next(parts)
-        result = F.linear(own, weight[:, first:last], projection.bias)
-        for first, last, others in parts:
-            result.addmm_(others, weight[:, first:last].t())
-        return result
     output = _empty(returns, layout)
     _place_own(output, returns, layout)  # while the rest is on its way
     _place_others(output, returns, layout)
     return projection(output)
 
 
+def _project_in_parts(projection: Any, returns: Sequence[Return], layout: UlyssesLayout) -> torch.Tensor:
+    parts, weight = _parts(returns, layout), projection.weight
+    first, last, own = next(parts)
+    result = F.linear(own, weight[:, first:last], projection.bias)
+    for first, last, others in parts:
+        result.addmm_(others, weight[:, first:last].t())
+    return result
+
+
 def _parts(returns: Sequence[Return], layout: UlyssesLayout) -> Iterator[tuple[int, int, torch.Tensor]]:
     """First and last column of a part of the output, and these columns: this rank's, and the others' when here."""
     first, last = (head * layout.head_dim for head in layout.rank_heads(layout.rank))
     others = ((0, first), (last, layout.heads * layout.head_dim))
-    if layout.groups == 1 and layout.ranks == 2:  # nothing to put side by side: they are used as they lie
+    if layout.returns_lie_ready:
         (one,), rows = returns, layout.local_tokens * layout.batch
         yield first, last, one.attended[slice(*layout.token_ranges[layout.rank])].view(rows, -1)
         one.pending.wait()

@@ -8,17 +8,13 @@ import torch
 from diffusers.hooks import ModelHook
 
 from fodit.ops import Communicator
-from fodit.plan import UlyssesLayout, rank_ranges
+from fodit.parallel import is_count
+from fodit.plan import UlyssesLayout, most_head_groups, rank_ranges
 
 # On two H200 through host memory, 5 groups were the fastest of 1, 2, 5 and 10 for Wan-14B; over NVLink all are alike.
 # Where the items of a batch go one after the other there are as many exchanges with fewer groups.
 DEFAULT_EXCHANGES = 5
 HeadGroups = int | tuple[int, ...] | None
-
-
-def fewest_heads(heads: int, ranks: int, speeds: tuple[int, ...] | None = None) -> int:
-    """Of any rank: the most head groups there can be."""
-    return min(stop - start for start, stop in rank_ranges(heads, ranks, speeds))
 
 
 def checked_head_groups(
@@ -28,9 +24,9 @@ def checked_head_groups(
     if head_groups is None:
         return None
     sizes = head_groups if isinstance(head_groups, Sequence) else [head_groups]
-    if not sizes or any(not isinstance(one, int) or isinstance(one, bool) or one < 1 for one in sizes):
+    if not sizes or not all(map(is_count, sizes)):
         raise ValueError(f"head_groups must be a number >= 1 or relative sizes such as (1, 3, 1), got {head_groups!r}")
-    most, count = fewest_heads(heads, ranks, speeds), head_groups if isinstance(head_groups, int) else len(sizes)
+    most, count = most_head_groups(heads, ranks, speeds), head_groups if isinstance(head_groups, int) else len(sizes)
     if count > most:
         raise ValueError(f"{heads} heads on {ranks} ranks allow head_groups 1 to {most}, got {head_groups!r}")
     return head_groups if isinstance(head_groups, int) else tuple(sizes)
@@ -59,7 +55,7 @@ class ShardedSequence:
     ) -> None:
         self.comm, self.heads, self.head_dim = comm, heads, head_dim
         self.head_groups = checked_head_groups(head_groups, heads, comm.size, speeds)
-        self.speeds, self._fewest_heads = speeds, fewest_heads(heads, comm.size, speeds)
+        self.speeds, self._most_groups = speeds, most_head_groups(heads, comm.size, speeds)
         self.text = self.tokens = 0  # of the forward that is running
         self._layouts: dict[tuple[int, int, torch.dtype, int], UlyssesLayout] = {}
 
@@ -125,8 +121,8 @@ class ShardedSequence:
             return 1
         if self.comm.planner is not None:
             groups = self.comm.planner.head_groups(self.tokens, batch, self.heads, self.head_dim, parts, dtype)
-            return groups if len(groups) <= self._fewest_heads else self._fewest_heads
-        return min(-(-DEFAULT_EXCHANGES // parts), self._fewest_heads)
+            return groups if len(groups) <= self._most_groups else self._most_groups
+        return min(-(-DEFAULT_EXCHANGES // parts), self._most_groups)
 
 
 class GatherVideo(ModelHook):

@@ -1,6 +1,5 @@
 """Connects the ranks of a group for exchanges by copy engines, where they are all in one host."""
 
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fodit.agreement import describe, everyone
+from fodit.environment import EXCHANGE
 from fodit.kernels.binding import Library, load
 from fodit.ops.communicator import Communicator
 from fodit.ops.copies import Copies, Direction, LaneShape
@@ -20,7 +20,6 @@ from fodit.ops.peers import peer_allowed, reaches, uuid_of
 from fodit.ops.ready import StreamReached
 from fodit.timeline import Timeline
 
-VARIABLE, KINDS = "FODIT_EXCHANGE", ("direct", "staged", "nccl")
 TEST_S = 20.0
 TEST_SIZES = (1, 1000, 10 << 20)  # int32 elements for each rank; the last ones fill a ring more than once
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -71,9 +70,9 @@ def connect(
     Raises:
         ValueError: on all ranks, if FODIT_EXCHANGE is none of these on one of them.
     """
-    for wanted in everyone(control, os.environ.get(VARIABLE)):
-        if wanted not in (None, "", *KINDS):
-            raise ValueError(f"{VARIABLE}={wanted} is none of {', '.join(KINDS)}")
+    for value in everyone(control, EXCHANGE.value):
+        if (wrong := EXCHANGE.wrong(value)) is not None:
+            raise ValueError(wrong)
     meeting = _Meeting(group, device, control, timeout_s)
     notes = [f"exchanges go through NCCL: {meeting.reason}"] if meeting.reason is not None else []
     found: Copies | None = None
@@ -89,14 +88,14 @@ def connect(
 def refusal() -> str | None:
     """Why this process cannot exchange by copy engines, or None."""
     library = load()
-    if os.environ.get(VARIABLE) == "nccl":
-        return f"{VARIABLE}=nccl"
+    if EXCHANGE.value == "nccl":
+        return f"{EXCHANGE.name}=nccl"
     return library if isinstance(library, str) else None
 
 
 def direct_allowed() -> bool:
     """Whether it may do so from GPU to GPU."""
-    return os.environ.get(VARIABLE) != "staged" and peer_allowed()
+    return EXCHANGE.value != "staged" and peer_allowed()
 
 
 @dataclass(frozen=True)

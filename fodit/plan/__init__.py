@@ -4,7 +4,7 @@ from fodit.plan.slabs import Plan, Segment, Slab, all_reduce_plan, reduce_scatte
 from fodit.plan.split import rank_ranges, share_sizes, split_ranges, split_sizes
 from fodit.plan.sums import SumPlan, sum_plan
 from fodit.plan.tiles import TILE_FIELDS, TileProgram, tile_program
-from fodit.plan.ulysses import UlyssesLayout
+from fodit.plan.ulysses import UlyssesLayout, most_head_groups
 
 __all__ = [
     "TILE_FIELDS",
@@ -15,6 +15,7 @@ __all__ = [
     "TileProgram",
     "UlyssesLayout",
     "all_reduce_plan",
+    "most_head_groups",
     "rank_ranges",
     "reduce_scatter_plan",
     "share_sizes",

@@ -15,6 +15,11 @@ from fodit.plan.slabs import Plan, Segment, Slab
 from fodit.plan.split import ranges, rank_ranges, share_sizes
 
 
+def most_head_groups(heads: int, ranks: int, speeds: tuple[int, ...] | None = None) -> int:
+    """As many as the fewest heads of a rank."""
+    return min(stop - start for start, stop in rank_ranges(heads, ranks, speeds))
+
+
 @dataclass(frozen=True)
 class UlyssesLayout:
     """The layout of one attention on one rank.
@@ -46,10 +51,10 @@ class UlyssesLayout:
             )
         if self.speeds is not None and (len(self.speeds) != self.ranks or min(self.speeds) < 1):
             raise ValueError(f"{self.ranks} ranks need as many speeds >= 1, got {self.speeds}")
-        fewest = min(stop - start for start, stop in rank_ranges(self.heads, self.ranks, self.speeds))
-        if not 1 <= self.groups <= fewest or min(self.relative_sizes) < 1:
+        most = most_head_groups(self.heads, self.ranks, self.speeds)
+        if not 1 <= self.groups <= most or min(self.relative_sizes) < 1:
             raise ValueError(
-                f"{self.heads} heads on {self.ranks} ranks allow 1 to {fewest} head groups, got {self.shares}"
+                f"{self.heads} heads on {self.ranks} ranks allow 1 to {most} head groups, got {self.shares}"
             )
 
     @property
@@ -78,6 +83,11 @@ class UlyssesLayout:
     def local_tokens(self) -> int:
         start, stop = self.token_ranges[self.rank]
         return stop - start
+
+    @property
+    def returns_lie_ready(self) -> bool:
+        """Whether what comes back of all other ranks' heads is one block: then nothing is put side by side."""
+        return self.groups == 1 and self.ranks == 2
 
     def rank_heads(self, rank: int) -> tuple[int, int]:
         """All heads of a rank."""

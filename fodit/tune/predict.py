@@ -333,20 +333,6 @@ def _add_attentions(
     return returned
 
 
-def bound_ms(
-    profile: Profile, op: str, m: int, n: int, k: int, parts: int = SMALLEST, product: float | None = None
-) -> float:
-    """No overlap can be faster: all of the product and the last slab's collective, or the first slab's product and
-    all of the communication, with slabs of one of `parts`. The product takes cuBLAS' time or the one given. What of
-    the product is exchanged comes first, what is needed here last; the sums of an all-reduce follow."""
-    product, size = product_ms(profile, m, n, k) if product is None else product, m * n * ITEMSIZE
-    ranks, carrier = profile.machine.ranks, sender(profile, op)
-    exchanged = product * (ranks - 1) / ranks if carrier == "all_to_all" else product
-    before_last = product if op == "all_reduce" else exchanged
-    last = collective_ms(profile, carrier, size // parts)
-    return max(product, before_last + last, exchanged / parts + communication_ms(profile, op, size))
-
-
 def _add_out(
     tasks: list[Task], profile: Profile, layout: UlyssesLayout, width: int, returned: list[int], in_parts: bool
 ) -> None:
@@ -361,12 +347,12 @@ def _add_out(
         again = copy_ms(profile, local * width * ITEMSIZE) if added else 0.0  # the sum so far is read and written
         tasks.append(Task(COMPUTE, CUBLAS, product_ms(profile, local, width, heads * dim) + again, after))
 
-    as_they_lie = in_parts and layout.groups == 1 and layout.ranks == 2
-    if not as_they_lie:
+    ready = in_parts and layout.returns_lie_ready
+    if not ready:
         copy(last - first)
     if in_parts:
         out(last - first)
-    if not as_they_lie:
+    if not ready:
         for group, before in enumerate(returned):
             copy(sum(layout.group_heads(rank, group) for rank in range(layout.ranks) if rank != layout.rank), before)
     if not in_parts:
@@ -375,3 +361,17 @@ def _add_out(
     for heads in (first, layout.heads - last):
         if heads:
             out(heads, *returned, added=True)
+
+
+def bound_ms(
+    profile: Profile, op: str, m: int, n: int, k: int, parts: int = SMALLEST, product: float | None = None
+) -> float:
+    """No overlap can be faster: all of the product and the last slab's collective, or the first slab's product and
+    all of the communication, with slabs of one of `parts`. The product takes cuBLAS' time or the one given. What of
+    the product is exchanged comes first, what is needed here last; the sums of an all-reduce follow."""
+    product, size = product_ms(profile, m, n, k) if product is None else product, m * n * ITEMSIZE
+    ranks, carrier = profile.machine.ranks, sender(profile, op)
+    exchanged = product * (ranks - 1) / ranks if carrier == "all_to_all" else product
+    before_last = product if op == "all_reduce" else exchanged
+    last = collective_ms(profile, carrier, size // parts)
+    return max(product, before_last + last, exchanged / parts + communication_ms(profile, op, size))

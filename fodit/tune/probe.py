@@ -50,11 +50,10 @@ def probe(
         return lambda: collective(comm, op, received[:part], sent[:part]).wait()
 
     pairs = [(op, size) for op in OPERATIONS for size in SIZES]
-    taken = clock.compare([work(op, size) for op, size in pairs], REPEATS, WARM_UP)
-    points: dict[str, list[tuple[float, float]]] = {op: [] for op in OPERATIONS}
-    for (op, size), ms in zip(pairs, taken, strict=True):
-        points[op].append((float(size), ms / known.alone[op](size)))
-    factors = {op: Curve(tuple(one)) for op, one in points.items()}
+    taken = dict(zip(pairs, clock.compare([work(*pair) for pair in pairs], REPEATS, WARM_UP), strict=True))
+    factors = {
+        op: Curve(tuple((float(size), taken[op, size] / known.alone[op](size)) for size in SIZES)) for op in OPERATIONS
+    }
     product = _product_factor(known, machine, comm, clock, kernels, dtype)
     when = datetime.now(timezone.utc).isoformat(timespec="seconds")
     how = f"{when}, probed ({_described(factors, product)}); before that {known.taken}"

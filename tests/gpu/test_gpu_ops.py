@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fodit.environment import EXCHANGE
 from fodit.kernels.gemm import kernels_for
 from fodit.ops import gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
-from fodit.ops.connect import KINDS, connected
+from fodit.ops.connect import connected
 from fodit.parallel import initialise, nccl_options, rank_device
 from fodit.plan import UlyssesLayout, all_reduce_plan, reduce_scatter_plan, split_ranges, sum_plan
 
@@ -137,7 +138,7 @@ def stress(calls, seed, kind):
 
 
 @pytest.mark.parametrize(("ranks", "calls"), [(2, CALLS), (4, CALLS // 5)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXCHANGE.words)
 def test_stress(pool, kind, ranks, calls):
     for worst, fallbacks in pool.run(ranks, stress, calls, 7, kind):
         assert worst < 2e-2
@@ -158,7 +159,7 @@ def repeats(kind):
     return kernels_for(device)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXCHANGE.words)
 def test_repeats_are_bitwise_equal(pool, kind):
     for kernels in pool.run(2, repeats, kind):
         assert not isinstance(kernels, str), kernels
@@ -182,7 +183,7 @@ def two_groups(kind):
     return worst
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXCHANGE.words)
 def test_two_groups_at_once(pool, kind):
     assert max(pool.run(2, two_groups, kind)) < 2e-2
 
@@ -207,6 +208,6 @@ def graph(kind):
     return worst
 
 
-@pytest.mark.parametrize("kind", KINDS)  # while a graph is captured NCCL does the exchanges
+@pytest.mark.parametrize("kind", EXCHANGE.words)  # while a graph is captured NCCL does the exchanges
 def test_graph_replay(pool, kind):
     assert max(pool.run(2, graph, kind)) < 2e-2
