@@ -4,6 +4,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 from unittest.mock import patch
 
@@ -32,11 +33,14 @@ class Ranks:
         port = free_port()
         for rank in range(count):
             self._pipes[rank].send((rank, count, port, function, args))
-        found = []
-        for rank in range(count):
-            assert self._pipes[rank].poll(TIMEOUT_S), f"rank {rank} of {count} hangs in {function.__name__}"
-            found.append(self._pipes[rank].recv())
-        return found
+        found: dict[int, tuple[bool, Any]] = {}
+        while waiting := {self._pipes[rank]: rank for rank in range(count) if rank not in found}:
+            ready = wait(list(waiting), TIMEOUT_S)
+            # A rank may hang because another one failed: that one's error says why.
+            failed = [f"\nrank {rank} failed:\n{text}" for rank, (well, text) in found.items() if not well]
+            assert ready, f"ranks {list(waiting.values())} of {count} hang in {function.__name__}{''.join(failed)}"
+            found |= {waiting[pipe]: pipe.recv() for pipe in ready}
+        return [found[rank] for rank in range(count)]
 
     def run(self, count: int, function: Callable, *args: Any) -> list[Any]:
         """The result of every rank; raises AssertionError with the traceback if one fails."""
