@@ -51,7 +51,7 @@ def launch(
     arguments.a, arguments.out, arguments.program = a.data_ptr(), out.data_ptr(), program.data_ptr()
     arguments.counters = counters.data_ptr()
     arguments.ticket = counters.data_ptr() + 4 * (counters.numel() - 1)
-    if addends is not None:
+    if addends is not None and addends.numel() > 0:  # an empty piece lies nowhere
         arguments.addend, arguments.addend_stride = addends.data_ptr(), addends.stride(0)
         arguments.addends = addends.shape[0]
     arguments.weights = len(weights)
